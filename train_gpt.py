@@ -8,8 +8,8 @@ GPUs, and checkpoints that resume exactly are all here. Each idea of the record 
 
 Measured: two CPU cores train `tiny` in less than a minute. An earlier version (commit 21b3d1f) ran
 all steps of `speedrun` at an eighth of the batch size in 54 s on one H200. This version has not run
-on a GPU, and no version on a TPU. Nobody has timed a whole `speedrun`; README.md has predictions.
-Tests compare losses, gradients and updates with upstream's, called "the original" below.
+on a GPU, and none on a TPU; nobody has timed a whole `speedrun` (README.md has predictions). Tests
+compare losses, gradients and updates with upstream's.
 
     python train_gpt.py                    # without an accelerator: `tiny`
     python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
@@ -29,13 +29,8 @@ Terms:
     record N    entry N of upstream's list of records
     row         a sequence of a batch; also the vector of one id in a table
     stream      the residual stream; the token stream is all tokens of the data in order
-    stage       a phase of the run with one batch shape
-    window      how many earlier tokens a token attends to
     bank        matrices of equal shape, stacked: [matrices, rows, cols]
     copies      arrays that the model computes with, in bfloat16 if they are large
-    dropped     n-grams for which an exchange between devices had no room
-    ANVIL       Muon with two averages of the gradient (rails) and normalized neurons
-    aims        targets of the loss: next tokens, their prefixes, candidates of a sampled softmax
 
 Suffixes of array names give their axes, as in x_btd: b rows of a batch, t tokens or queries, s
 keys, d model width, n heads, h head width, f MLP width, v vocabulary. Lengths are in tokens.
@@ -95,8 +90,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-jax.config.update("jax_enable_x64", False)  # whatever JAX_ENABLE_X64 says
-jax.config.update("jax_disable_jit", False)  # the same: programs are compiled before they run
+jax.config.update("jax_enable_x64", False)  # overrides JAX_ENABLE_X64: arrays are float32
+jax.config.update("jax_disable_jit", False)  # overrides JAX_DISABLE_JIT: programs are compiled
 
 AXIS = "data"  # the one mesh axis: every device has its own rows
 GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
@@ -119,33 +114,35 @@ def need(holds, reason: str):
 # A run consists of a few programs, which are compiled before the clock starts:
 #     grads0, grads1, ...  every step, one program per shape of a batch (grads_step): forward pass,
 #                          loss, backward pass
-#     anvil                every step (update_step): the matrices of all layers, by Muon in `plain`
-#                          and by ANVIL, an extension of Muon, in the record
-#     adam                 every second step (every step in `plain`): embedding, head and small
-#                          parameters
+#     anvil                every step (update_step): matrices, by Muon in `plain`, else by ANVIL
+#     adam                 every second step (each in `plain`): embedding, head, small parameters
 #     tables               seldom, and not in `plain`: tables of token and n-gram vectors
 #     finish, eval         at the end: averages of the last weights; the validation loss
-# Each parameter has a master in the training state, and most have a copy in bfloat16 that the model
-# computes with. Masters are sharded across devices, and so are the copies of matrices.
+# shard_map runs each program once per device, as torchrun runs a rank: lax.psum is an all-reduce
+# over AXIS, psum_scatter a reduce-scatter. A parameter has a master in the training state and, if
+# it is large, a copy in bfloat16 for the model. Large masters are sharded across devices, and so
+# are copies of matrices, which each step gathers (FSDP).
+#
+# What follows reads settings (Layer, Stage, Config; section "Settings") and a batch: Rows.tokens
+# is [b, t + 1], inputs and the last target (section "Batches"). Skim these two sections first.
 
 # ---- Model: token ids -> hidden states ---------------------------------------------------------
 
 
 class Kernels(NamedTuple):
     """Functions that Part V may replace with faster ones, whose results are equal up to rounding.
-    The plain forms are PLAIN."""
+    Without kernels they are the functions named here."""
 
-    attend: Callable  # attend_heads with some form of attention
-    cross_entropy: Callable
-    add_rows: Callable  # scatter_rows: the gradient of a lookup
-    blend: Callable  # sums with weights per token
+    attend: Callable  # q, k, v -> outputs of all heads: attend_heads, with attend_band
+    cross_entropy: Callable  # hidden states -> loss: cross_entropy
+    add_rows: Callable  # the gradient of a lookup: scatter_rows
+    blend: Callable  # sum of arrays with weights per token: blend
 
 
 class Model(NamedTuple):
     """Everything that all layers share while a batch passes through the model."""
 
-    # Compute copies by name. A bank (all matrices of one shape) is a list of its matrices here.
-    params: dict
+    params: dict  # compute copies by name; a bank is a list of its matrices (gather_banks)
     cfg: Config
     kernels: Kernels
     stage: Stage | None  # the stage of training, with its windows and losses; None in validation
@@ -188,13 +185,13 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     def block(i: int, x):
         return layer_output(model, i, x, outputs, inputs, gates)
 
-    if cfg.recompute:  # keep only the residual stream for the backward pass
+    if cfg.recompute:  # keep only the stream for the backward pass (`outputs` has earlier layers)
         block = jax.checkpoint(block, static_argnums=0)
     for i, layer in enumerate(cfg.layers):
         if layer.looks:  # "Gates and other outputs of small MLPs"
             number = sum(earlier.looks for earlier in cfg.layers[: i + 1])
             gates |= coefficients(model, "gate", number, x)
-        if layer.mudd:  # "MUDD": it replaces the last layer
+        if layer.mudd:  # "MUDD": mudd_end applies the last layer
             break
         x = block(i, x)
         outputs.append(x)
@@ -207,14 +204,13 @@ def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: 
     """Apply layer `i` to the residual stream `x` [b, t, d]: attention, then MLP, each added to the
     stream and each with a norm before it.
 
-    `outputs` holds the stream after each earlier layer, `gates` factors per token
-    (coefficients)."""
+    `outputs` has the stream after each earlier layer, `gates` are from `coefficients`."""
     cfg, params = model.cfg, model.params
     layer = cfg.layers[i]
     terms = [(1.0, x)]  # of a sum of which bfloat16 rounds only the result
     if cfg.lambdas:  # "Value tables, smear, weights of branches"
         terms = [(params["resid_lambdas"][i, 0], x)]
-    if layer.skip:  # "Gates and other outputs of small MLPs": here without the factor on x
+    if layer.skip:  # "Gates and other outputs of small MLPs": as upstream, no factor on x here
         learned = params["skip_lambda"][cfg.layers_with("skip").index(i)]
         weight = jax.nn.sigmoid(learned) * gates["skip", i]
         terms = [(1.0, x), (weight, outputs[i - layer.skip])]
@@ -251,7 +247,7 @@ def segments_of(model: Model, rows: Rows):
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
     """Return segment ids [b, t], int32, rising along each row; attention stays within a segment. A
     segment starts at every BOS token and, if `cap` is set, every `cap` tokens after it. Training
-    uses 2560, with documents of up to 3072 tokens (record 92); validation uses no cap."""
+    uses 2560, with documents of up to 3072 tokens (record 92, which gives no reason)."""
     t = jnp.arange(tokens_bt.shape[1])[None]
     last_bos = lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)  # 0 before the first BOS
     is_start = (t - last_bos) % (cap or t.size) == 0
@@ -296,12 +292,13 @@ def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
     """Return (q, k and v projections [columns, d], used as x W^T; output projection [d, n v_width],
     used as y W^T) of layer `i`, cut out of the banks (param_table).
 
-    Layers with narrow heads use only the first rows, or columns, of each head."""
+    All layers have matrices of one shape. If heads are narrower, only their first rows, or columns,
+    are used; the gradient of the others is 0."""
     n, d = cfg.heads, cfg.width
     kv = heads.kv or n
     number = cfg.layers_with("attends").index(i)
-    count = (n + kv) // (cfg.qk_heads or n)  # matrices of q and k per layer
-    qk = jnp.concatenate(params["qk_bank"][count * number : count * (number + 1)])
+    first = cfg.qk_matrices * number
+    qk = jnp.concatenate(params["qk_bank"][first : first + cfg.qk_matrices])
     qk = qk.reshape(n + kv, -1, d)[:, : heads.qk_width]
     if cfg.shared:
         v, o = params["v_bank"][number], params["vo_bank"][number]
@@ -340,12 +337,11 @@ def mix(*terms):
     return total.astype(first.dtype)
 
 
-def norm(x, features: int | None = None):
-    """RMS norm over the last axis, without gain; statistics in float32. With `features` only so
-    many of the normed features are returned."""
+def norm(x):
+    """RMS norm over the last axis, without gain; statistics in float32."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     epsilon = 2.0**-23  # of float32
-    return (x[..., :features] * lax.rsqrt(square + epsilon)).astype(x.dtype)
+    return (x * lax.rsqrt(square + epsilon)).astype(x.dtype)
 
 
 # ---- Attention: the heads of a layer, and the reference for all kernels ------------------------
@@ -368,8 +364,7 @@ class Heads:
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     """Return the Heads of layer `i`. `windows` are the windows of short and long layers. Queries
     and keys of long layers have the full head width, and half of their dimensions do not rotate.
-    Short layers keep only the rotating half (record 92). Narrow layers also halve values and
-    outputs."""
+    Short layers keep only the rotating half (record 92). Narrow layers halve values and outputs."""
     layer = cfg.layers[i]
     h = cfg.head_width
     is_long = layer.attends == "long"
@@ -436,8 +431,8 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
 def positions(t: int, heads: Heads):
     """Return positions for the rotation, int [t, 1], or [t, n] for paired heads. A pair of heads
     attends over 2t positions: even heads have the positions 2t, odd heads 2t + 1. pair_heads,
-    though, puts the first half of the heads at 2t and the second half at 2t + 1. The original has
-    the same mismatch, and so its results can be reproduced."""
+    though, puts the first half of the heads at 2t and the second half at 2t + 1. This is a bug of
+    upstream, kept so that losses agree."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
         return token
@@ -457,8 +452,8 @@ def rope_tables(freqs, positions_tn, width: int):
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
-    """Rotate the pairs (i, i + h/2) of every head by minus the angle of their position (RoPE, Su et
-    al. 2021)."""
+    """Rotate pairs (i, i + h/2) of each head by minus their position's angle (RoPE, Su et al.
+    2021)."""
     left, right = jnp.split(x_btnh, 2, axis=-1)
     cos = cos_tnh.astype(x_btnh.dtype)[None]
     sin = sin_tnh.astype(x_btnh.dtype)[None]
@@ -470,8 +465,7 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 
     Token t attends to itself and to the `window` tokens before it, if they are in its segment.
     Scores and softmax are float32. `window` is static, `scale` may be traced. All t x t scores
-    exist at once; attend_band (Part V) returns the same without computing all of them, and is used
-    if no kernel serves."""
+    exist at once. Without kernels attend_band (Part V) is used, which avoids that."""
     t = jnp.arange(q_btnh.shape[1])
     back_ts = t[:, None] - t[None]  # distance from query t to key s
     near_ts = (back_ts >= 0) & (back_ts <= window)
@@ -488,14 +482,15 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     """Return (weighted training loss, unweighted next-token loss for the log), both float32 sums.
 
-    Differentiable with respect to `params` and to the table rows in `looked_up`. As in the
-    original, the loss is summed over the tokens of a row and averaged over rows, so it grows with
-    the row length. Muon and Adam are invariant to constant factors, but after a change of row
-    length their moments are still on the old scale."""
+    Differentiable with respect to `params`, which override Model.params, and to the table rows in
+    `looked_up`. (Validation passes no `params`.) As in upstream, the loss is summed over the
+    tokens of a row and averaged over rows, so it grows with the row length. Muon and Adam are
+    invariant to constant factors, but after a change of row length their moments keep the old
+    scale."""
     model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
-    per_token = x_btd, *targets_ahead(model, rows.aims)
-    if model.cfg.pointer_width:  # "A pointer to earlier tokens"
+    per_token = x_btd, *targets_ahead(model, rows.aims)  # features, targets, weights
+    if model.cfg.pointer_width:  # "A pointer to earlier tokens": adds its probabilities
         per_token = with_pointer(model, rows, *per_token)
     if rows.aims.candidates.size:  # "Losses on more than the next token, and a sampled softmax"
         heads_bvd = looked_up["head"]  # one head per row, over the candidates of the row
@@ -541,6 +536,7 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     whose first weight is 0 are excluded from the unweighted sum. `pointed`: see mix_pointed. Logits
     are recomputed chunk by chunk in the backward pass. Training uses fused_cross_entropy instead
     when logits are capped; both give the same result."""
+    wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
 
     @jax.checkpoint
     def add(sums, chunk):
@@ -548,7 +544,6 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
         losses = chunk_losses(chunk_td, wide_vd, chunk_targets, cfg)
         return add_losses(sums, losses, *weights_and_pointed), None
 
-    wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     chunks = in_chunks(cfg, len(head_vd), x_td, targets, weights, pointed)
     sums, _ = lax.scan(add, zeros, chunks)
@@ -565,8 +560,8 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
 
 
 def cap_logits(z, cfg: Config):
-    """Return logits in float32, capped to (0, a) by a * sigmoid((z + b) / c) (records 9, 18, 54);
-    uncapped if a = 0."""
+    """Return logits, float32, capped to (0, a) by a * sigmoid((z + b) / c) unless a = 0 (records 9,
+    18, 54)."""
     a, b, c = cfg.logit_cap
     z = z.astype(jnp.float32)
     if not a:
@@ -584,9 +579,9 @@ def add_losses(sums, losses, weights, pointed=None):
 
 
 def in_chunks(cfg: Config, ids: int, *arrays):
-    """Reshape arrays [t, ...] to [chunks, t / chunks, ...]; None stays None. Uses the fewest chunks
-    for which one chunk's logits over `ids` ids are no larger than the logits of cfg.loss_chunk
-    tokens over the whole vocabulary."""
+    """Reshape arrays [t, ...] to [chunks, t / chunks, ...]; None stays None. A chunk has at most
+    cfg.loss_chunk tokens, and proportionally more if the softmax has fewer `ids` than the
+    vocabulary."""
     tokens = len(arrays[0])
     chunks = chunk_count(tokens, cfg.loss_chunk * cfg.vocab // ids)
     return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
@@ -605,7 +600,7 @@ class AdamRates(NamedTuple):
     """Rates of one Adam update."""
 
     lr: jax.Array
-    decay: float  # weight decay: an update subtracts lr * lr * decay times the weight
+    decay: float  # weight decay: an update subtracts lr * lr * decay times the weight, as upstream
     count: jax.Array  # number of the update, from 1
     betas: tuple[float, float]
     eps: float
@@ -625,7 +620,7 @@ def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
 
 def adam(param, mean, square, grad, rates: AdamRates) -> tuple:
     """Take one Adam step (Kingma & Ba 2015), all float32: return (param, mean, mean square). As in
-    the original, eps is added to the root before the bias correction."""
+    upstream, eps is added to the root before the bias correction."""
     b1, b2 = rates.betas
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
@@ -649,10 +644,10 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     Without its ideas ANVIL is Muon (Jordan et al. 2024, record 4): the momentum of each matrix is
     replaced with the nearest orthogonal matrix, so that all directions learn at the same rate.
     Banks are [matrices, rows, cols], this device's shard. Weight decay is applied only where the
-    average of the gradient shrinks the weight or is 0 (cautious, after Liang et al. 2024; record
-    43)."""
+    average of the gradient shrinks the weight or, as upstream, is 0 (cautious, after Liang et al.
+    2024; record 43)."""
     param = old["params"]
-    if cfg.slow_rate:  # "ANVIL"
+    if cfg.slow_rate:  # "ANVIL": two averages of the gradient
         update, fast, average = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
         new = {"fast": fast, "slow": average}
     else:
@@ -662,13 +657,14 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     if cfg.muon:
         update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     else:
-        update = as_large(update)  # "ANVIL"
-    if cfg.equalize_rate:  # "ANVIL"
+        update = as_large(update)  # "ANVIL": only scaled
+    if cfg.equalize_rate:  # "ANVIL": all rows, or columns, equally large
         update, new["equaliser"] = equalize(update, old["equaliser"], cfg.equalize_rate)
     lr = hyper.lr * row.lr
     decays = average * param >= 0 if cfg.cautious else 1.0
     update += lr * row.decay * decays * param
-    # Each matrix of the bank has a factor on its rate. Numbers past the end are padding.
+    # Each matrix has a factor on its rate. Banks are padded to a multiple of the devices; the
+    # factor of a padding matrix does not matter.
     matrices = len(param)
     numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)
     scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
@@ -716,8 +712,8 @@ class Param:
 
     shape: tuple[int, ...]
     init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the values
-    optimizer: str  # anvil, adam, or rows (one second moment per row of a table)
-    updated_by: str  # program that updates it: anvil (every step), adam, or tables (seldom)
+    optimizer: str  # rule: anvil, adam, or rows (Adam with one second moment per row of a table)
+    updated_by: str  # program that applies the rule: anvil (every step), adam, or tables (seldom)
     lr: float
     decay: float = 0.0  # weight decay: a step subtracts lr * lr * decay times the weight
     betas: tuple[float, float] = (0.0, 0.0)  # of adam and rows
@@ -742,36 +738,36 @@ def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
     return kept
 
 
-NGRAMS = "ngram_table"  # name of a parameter that only some functions handle
+NGRAMS = "ngram_table"  # the one parameter without a copy, with its own exchange of gradients
 
 
 @functools.cache
 def param_table(cfg: Config) -> dict[str, Param]:
     """Return name -> Param for every parameter: its shape, initial value and optimizer.
 
-    Matrices of equal shape are stacked into banks, so that ANVIL is one batched call per shape:
-        qk_bank [(n + kv_heads) / qk_heads per attention, qk_heads h, d]: q, then k; x W^T.
-            kv_heads=0 stands for n, and qk_heads=0 for one matrix for all heads
+    Matrices of equal shape are stacked into banks, so that ANVIL is one batched call per shape (in
+    parentheses: the record, with seven attentions and eleven MLPs):
+        qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention; x W^T. (Six
+            matrices [256, 768] per attention, three for q and three for k, of two heads each)
         vo_bank [2 per attention, d, d]: v, then o; x W^T. If heads share keys and values
             (kv_heads), it has only o, and v_bank has v [1 per attention, kv_heads h, d]
         mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
-    Down-projections start at zero, as output projections may (o_start), so each layer begins by
-    adding nothing. An orthogonalized update has unit singular values whatever its shape, so it
-    changes an output element less the wider the output is; sqrt(f / d) makes up for that in
-    up-projections (Jordan et al. 2024). Down-projections get twice that rate, which the original
-    found by trial (record 48).
+    In the record down-projections start at zero, so each MLP begins by adding nothing.
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
     attentions = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
     per_matrix = cfg.qk_heads or n  # heads per matrix of q or k
-    qk_matrices = attentions * (n + kv) // per_matrix
+    # An orthogonalized update has unit singular values whatever its shape, so it changes an output
+    # element less the wider the output is; sqrt(f / d) makes up for that (Jordan et al. 2024). The
+    # factor of 2 on down-projections was found by trial (record 48).
     up_rate = math.sqrt(max(1, f / d))
-    mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps  # in the order in which in_pairs draws
-    mlp_rates = (up_rate, 2 * up_rate) * mlps  # in the order of the bank
+    mlp_rates = (up_rate, 2 * up_rate) * mlps  # up, down, up, down, as stored
+    # All up, then all down, as in_pairs draws them.
+    mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
-    # Rate, weight decay and betas of the record, which gives no reason for them.
+    # (rate, weight decay) and betas of the record, which gives no reason for them.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     vo_starts = (1.0, cfg.o_start) * attentions
     if cfg.shared:  # v has fewer rows than o, and a bank of its own
@@ -779,14 +775,14 @@ def param_table(cfg: Config) -> dict[str, Param]:
     table = {
         "head": head,
         "embed": head,
-        "qk_bank": by_anvil(cfg, (qk_matrices, per_matrix * h, d)),
+        "qk_bank": by_anvil(cfg, (attentions * cfg.qk_matrices, per_matrix * h, d)),
         "vo_bank": by_anvil(cfg, (len(vo_starts), d, d), vo_starts),
         "mlp_bank": dataclasses.replace(mlp_bank, init=functools.partial(in_pairs, mlp_bank.init)),
     }
     if cfg.shared:
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
     table = with_ideas(cfg, table)  # "Parameters of ideas"
-    # A model without attention or MLPs has no rows in some banks.
+    # Empty: banks of a model without attention or MLPs, and gate MLPs with gate_width=0.
     return {name: row for name, row in table.items() if math.prod(row.shape)}
 
 
@@ -802,7 +798,7 @@ def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> 
 def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
     """Return the Param of a bank. `starts` are factors on the initial values of each matrix,
     `scale` factors on its learning rate."""
-    std = 0.5 / math.sqrt(cfg.width)  # as in the original
+    std = 0.5 / math.sqrt(cfg.width)  # as in upstream
     start = functools.partial(uniform, std, starts)
     rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
     return Param(shape, start, "anvil", "anvil", **rates)
@@ -868,7 +864,7 @@ def init_state(cfg: Config, seed):
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """Return the arrays that the model computes with: large parameters in cfg.dtype, small ones as
-    they are.
+    they are. (first_copies in Part V adds the signs of n-grams.)
 
     `gather` turns a shard into the full table. Banks stay sharded: each step gathers them. The
     n-gram table has no copy, so that with several devices each needs memory only for its shard.
@@ -882,7 +878,7 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
         copies[name] = x.astype(cfg.dtype) if row.sharded else x
         if row.sharded and row.optimizer != "anvil":
             full = gather(copies[name])
-            copies[name] = full[: row.shape[0]]  # without padding rows
+            copies[name] = full[: row.shape[0]]  # without rows that pad it (abstract_state)
         if name == "value_tables":
             copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
     return copies
@@ -911,9 +907,9 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         dropped = dropped_ngrams(batch.rows.slots)
     numbers = lax.psum(jnp.stack([total / stage.batch_tokens, dropped]), AXIS)
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
+    if cfg.ngram_rows:  # "A table of hashed n-grams": sends after the sum, so that no loss waits
         numbers, grads[NGRAMS] = send_to_owners(requested, grads[NGRAMS], numbers)
-    grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})
+    grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})  # psum_scatter
     loss, dropped = numbers
     return grads, loss, dropped
 
@@ -925,7 +921,7 @@ def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: B
     requested, fetched = None, {}
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         requested, fetched = fetch_requests(table, batch)
-    # `fetched` passes through, because gathering starts when it is complete.
+    # Gathering starts when `fetched` is complete: the first layer needs the n-grams first.
     fetched, copies, scatter_banks = gather_banks(cfg, copies, fetched)
     params = {name: x for name, x in copies.items() if name != "signs"} | fetched
     model = Model(params, cfg, kernels, stage, batch.hyper, copies.get("signs"))
@@ -933,17 +929,18 @@ def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: B
 
 
 def in_copy_dtype(grad, copy):
-    """Cast a gradient to the dtype of the parameter's copy: bfloat16 halves its memory and its
+    """Cast a gradient to the dtype of the parameter's copy: bfloat16 halves memory and
     communication."""
     dtype = jax.tree.leaves(copy)[0].dtype
     return jax.tree.map(lambda x: x.astype(dtype), grad)
 
 
 def gradients_of(model: Model, rows: Rows):
-    """Return (summed next-token loss, gradients by name, float32) of this device's rows. Rows are
-    processed in micro-batches, one after the other. A lookup has a gradient only for the rows of
-    the table that it returned: add_rows adds them to the table's gradient. Several tables that
-    share ids, in a list, have one gradient: the tables are stacked in it."""
+    """Return (summed next-token loss, gradients by name, float32) of this device's rows.
+
+    Rows are processed in micro-batches, one after the other. A table is not an argument of the
+    loss, but its looked-up rows are: add_rows adds their gradients to the gradient of the table.
+    Value tables, a list of tables with the same ids, are stacked in one gradient."""
     cfg, params = model.cfg, model.params
     lookups = table_ids(cfg, rows)
     weights = {name: x for name, x in params.items() if name not in lookups}
@@ -1001,9 +998,8 @@ def rows_at(table, ids):
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """Add the gradient of a lookup to `grad_vd`: rows [..., d] at ids [...]. `rows` may be a list,
-    for tables that share the ids and are stacked in `grad_vd`. (A GPU adds in no fixed order: the
-    last bits may differ between runs.)"""
+    """Add the gradient of a lookup to `grad_vd`: rows [..., d] at ids [...]. `rows` may be a list, for
+    tables that share the ids and are stacked in `grad_vd`. (GPUs add in no fixed order.)"""
     tables = jax.tree.leaves(rows)
     size = grad_vd.shape[0] // len(tables)  # rows per table
     for number, x in enumerate(tables):
@@ -1046,7 +1042,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     receives its shard of the summed gradients, and then all devices gather the updated shards,
     rounded to the compute dtype. Gradients of banks have already been summed over devices by
     grads_step, and copies of banks stay sharded. The n-gram table has its own exchange, and no
-    copy. As in the original, large gradients are sent in the compute dtype."""
+    copy. As in upstream, large gradients are sent in the compute dtype."""
     new = {kind: dict(arrays) for kind, arrays in state.items()}
     norms = {}
     for name, grads in due.items():
@@ -1055,12 +1051,17 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
         if row.optimizer == "rows":  # "A table of hashed n-grams"
             rates = adam_rates(cfg, row, hyper, len(grads))
             arrays = old["params"], old["second"]
-            *arrays, square = update_rows(cfg, *arrays, grads, rates, kernels.add_rows)
-            changed = dict(zip(old, arrays, strict=True))
+            table, second, square = update_rows(cfg, *arrays, grads, rates, kernels.add_rows)
+            changed = {"params": table, "second": second}
         else:
             grad = sum_over_devices(cfg, row, grads)
             square = jnp.sum(grad * grad)
-            changed = optimize(cfg, row, old, grad, hyper, len(grads))
+            if row.optimizer == "anvil":
+                changed = anvil(cfg, row, old, grad, hyper)
+            else:
+                rates = adam_rates(cfg, row, hyper, len(grads))
+                arrays = adam(old["params"], old["first"], old["second"], grad, rates)
+                changed = dict(zip(("params", "first", "second"), arrays, strict=True))
         for kind, x in changed.items():
             new[kind][name] = x
         if row.averages:  # "Averages of the last weights"
@@ -1071,16 +1072,6 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
             norms[name] = jnp.sqrt(square)
     copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
     return new, copies, norms
-
-
-def optimize(cfg: Config, row: Param, old: dict, grad, hyper: Hyper, steps: int) -> dict:
-    """Take one step of the parameter's optimizer with a gradient summed over `steps` steps: return
-    the new arrays of `old`, "params" and moments."""
-    if row.optimizer == "anvil":
-        return anvil(cfg, row, old, grad, hyper)
-    rates = adam_rates(cfg, row, hyper, steps)
-    param, first, second = adam(old["params"], old["first"], old["second"], grad, rates)
-    return {"params": param, "first": first, "second": second}
 
 
 def sum_over_devices(cfg: Config, row: Param, grads: tuple):
@@ -1124,8 +1115,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
 
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
-    """Return (mean loss in nats per validation token, dropped n-grams). `loss` is the compiled
-    eval_step with its parameters, `batches` are from validation_batches."""
+    """Return (mean loss in nats per validation token, dropped n-grams), by a compiled eval_step."""
     results = [loss(batch) for batch in batches]
     results = np.array(jax.device_get(results), np.float64)
     total, dropped = results.sum(axis=0)
@@ -1138,7 +1128,8 @@ def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int
 def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     """Train from the start, or from the checkpoint `saved`, to the end; return the run's folder.
     The clock covers every training step, data loading and intermediate checkpoints; setup
-    (`prepare`), validation and the final checkpoint are excluded. Checkpoints, and the stop after a
+    (`prepare`), validation and the final checkpoint are excluded; the last averaging is counted.
+    Functions that are not in this section are in Part IV. Checkpoints, and the stop after a
     signal, happen at the next step at which no gradients are being accumulated."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
@@ -1151,7 +1142,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
     def pause():
         nonlocal newest
-        settle(log, newest)
+        log_step(log, newest)
         newest = None
         jax.block_until_ready((state, copies))
         log.clock.stop()
@@ -1161,7 +1152,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
         batches = validation_batches(cfg, mesh, step, *ready.validation)
         loss, dropped = evaluate(cfg, program, batches)
-        is_best = log.validated(step, sound(log, step, loss), dropped)
+        loss = check_loss(log, step, loss)  # stops a run that diverges
+        is_best = log.validated(step, loss, dropped)
         if is_best and cfg.keep_best and step > 0:
             log.save(step, {"params": state["params"]}, loader, best=True)
 
@@ -1170,7 +1162,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             is_new = step > first or not saved  # otherwise this state and its loss are on disk
             if is_new and cfg.val_every and step % cfg.val_every == 0:
                 validate_after(step)
-            # 0 if there was no signal. JAX counts steps from the start of this process.
+            # 0 if there was no signal. All hosts stop at the same step: JAX agrees on its number,
+            # counted from the start of this process.
             signalled = ready.stop_signal(step - first)
             if signalled and not waiting:
                 pause()
@@ -1179,8 +1172,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
                 log.stopped(step)
                 raise SystemExit(128 + signalled)
             log.clock.start()
-            if step // save_every > last_saved // save_every and not waiting:
-                settle(log, newest)
+            is_due = step // save_every > last_saved // save_every
+            if is_due and not waiting:
+                log_step(log, newest)
                 newest = None
                 log.save(step, state, loader)
                 last_saved = step
@@ -1196,7 +1190,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
                 copies |= changed
                 all_norms |= norms
                 del due
-            settle(log, newest)  # log the previous step while this one runs
+            log_step(log, newest)  # log the previous step while this one runs
             number_of_pass = ready.stream.pass_at(loader.cursor)
             newest = StepResult(step + 1, loss, dropped, all_norms, number_of_pass)
 
@@ -1213,7 +1207,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         table = state["params"].get(NGRAMS)
         trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
         demonstrate(log, trained)
-    missing = log.facts.get("missing")
+    missing = log.facts.get("missing")  # a checkpoint that could not be written
     need(not missing, f"the run has ended well, but {missing}")
     return log.folder
 
@@ -1258,7 +1252,7 @@ class Stage:
     # Loss weights for predicting the next token, the one after it, and so on. They change linearly
     # from `weights` at the start of the stage to `weights_end` at its end.
     weights: tuple[float, ...] = (1.0,)
-    weights_end: tuple[float, ...] = (1.0,)
+    weights_end: tuple[float, ...] = (1.0,)  # as many as `weights`
     # The stage is split into equal parts, one per entry of these two fields.
     prefix: tuple[float, ...] = (0.0,)  # loss weight for the next token's prefix token (record 88)
     candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0 uses the full vocabulary
@@ -1364,7 +1358,7 @@ class Config:
     rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta of the fast average, and its weight
     slow_rate: float = 0.02  # 1 - beta of the slow average, with the remaining weight; 0 disables
     equalize_rate: float = 0.1  # 1 - beta of the mean squares in `equalize`; 0 disables it
-    cautious: bool = True  # weight decay only where the update, too, shrinks the weight
+    cautious: bool = True  # weight decay only where the update, or its average, shrinks the weight
     lr_adam: float = 0.008  # base learning rate of Adam
     decay_adam: float = 0.005  # each step removes lr * lr * decay_adam of a weight
     adam_eps: Positive[float] = 1e-10
@@ -1408,6 +1402,11 @@ class Config:
         return self.width // self.heads
 
     @property
+    def qk_matrices(self) -> int:
+        """Number of matrices of qk_bank per attention."""
+        return (self.heads + (self.kv_heads or self.heads)) // (self.qk_heads or self.heads)
+
+    @property
     def shared(self) -> bool:
         """Whether query heads share keys and values."""
         return self.kv_heads not in (0, self.heads)
@@ -1423,7 +1422,7 @@ class Config:
 
     @property
     def has_gates(self) -> bool:
-        """Whether any layer has gates (GATES)."""
+        """Whether any layer has gates, that is, a field with the name of a kind in GATES."""
         return any(map(self.layers_with, ("xsa", "gated", "x0", "ngram", "skip")))
 
     @property
@@ -1438,14 +1437,19 @@ class Config:
 
     @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """First step of each stage, followed by the number of steps of the run."""
-        ends = np.cumsum([stage.share for stage in self.stages]) * (self.steps - self.extension)
-        return (0, *map(round, ends[:-1].tolist()), self.steps)
+        """First step of each stage, followed by the number of steps."""
+        shares = np.cumsum([stage.share for stage in self.stages[:-1]])
+        inner = np.round(shares * (self.steps - self.extension))
+        return (0, *inner.astype(int).tolist(), self.steps)
 
     def tokens_after(self, step: int) -> int:
-        """Number of tokens in the first `step` batches."""
-        spans = zip(self.stages, itertools.pairwise(self.boundaries), strict=True)
-        return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
+        """Number of tokens that the first `step` steps train on."""
+        tokens = 0
+        spans = itertools.pairwise(self.boundaries)
+        for stage, (first, end) in zip(self.stages, spans, strict=True):
+            steps = min(step, end) - first
+            tokens += stage.batch_tokens * max(0, steps)
+        return tokens
 
 
 # fmt: off
@@ -1547,7 +1551,7 @@ class Update(NamedTuple):
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
     """Return the Schedule of a run, for all its steps."""
-    stage = steps_in_stages(cfg).stage
+    stage, _, _ = steps_in_stages(cfg)
     sampled = in_parts(cfg, "candidates")
     shapes = list(zip(stage.tolist(), sampled.tolist(), strict=True))
     return Schedule(stage, sampled, programs_of_steps(cfg, shapes), hyper_of_steps(cfg))
@@ -1567,7 +1571,8 @@ def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
         if adam_due[i]:
             keys.append(Update("adam", cfg.adam_every, tied=i <= last_tied))
         if tables[i]:
-            stages = [stage for stage, _ in shapes[i + 1 - tables[i] : i + 1]]
+            first = i + 1 - tables[i]
+            stages = [stage for stage, _ in shapes[first : i + 1]]
             keys.append(Update("tables", len(stages), stages=tuple(stages)))
         of_steps.append(keys)
     return of_steps
@@ -1607,15 +1612,15 @@ def hyper_of_steps(cfg: Config) -> Hyper:
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the factor on every learning rate at each step. It is the stage's lr_factor until the
-    cooldown, then falls linearly to lr_floor. It need not go lower, since the last weights are
-    averaged."""
+    """Return the factor on every learning rate at each step: the stage's lr_factor, which moves
+    linearly to lr_floor over the cooldown. Averaging the last weights replaces lower rates."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
     fallen = np.where(step < scheduled, fallen, 1.0)
     factors = np.array([stage.lr_factor for stage in cfg.stages])
-    of_stage = factors[steps_in_stages(cfg).stage]
+    stage, _, _ = steps_in_stages(cfg)
+    of_stage = factors[stage]
     return of_stage * (1 - fallen) + cfg.lr_floor * fallen
 
 
@@ -1639,20 +1644,13 @@ def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
 
 
-class StepsInStages(NamedTuple):
-    """Position of every step in its stage; int [steps] each."""
-
-    stage: np.ndarray  # number of the stage
-    number: np.ndarray  # number of the step within its stage
-    length: np.ndarray  # steps of the stage
-
-
-def steps_in_stages(cfg: Config) -> StepsInStages:
-    """Return the StepsInStages of a run."""
+def steps_in_stages(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, for every step, (number of its stage, its number in the stage, steps of the stage);
+    int [steps] each."""
     lengths = np.diff(cfg.boundaries)
     stage = np.repeat(np.arange(len(cfg.stages)), lengths)
     first = np.array(cfg.boundaries)[stage]  # first step of the stage
-    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
+    return stage, np.arange(cfg.steps) - first, lengths[stage]
 
 
 def in_parts(cfg: Config, name: str) -> np.ndarray:
@@ -1681,7 +1679,7 @@ class Rows(NamedTuple):
 
     tokens: jax.Array  # uint16 [b, t + 1]: inputs and the last target
     hashed: jax.Array | None  # uint16 [b, t]: ids as n-gram hashes read them; None without n-grams
-    slots: jax.Array | None  # int32 [b, 2, t]: positions of its n-grams among fetched rows
+    slots: jax.Array | None  # int32 [b, 2, t]: positions of n-grams among fetched rows (`request`)
     aims: Aims
 
 
@@ -1718,7 +1716,8 @@ def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, s
     a Vocabulary, or None if no enabled idea needs it."""
     stage = cfg.stages[schedule(cfg).stage[step]]
     tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
-    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
+    aims = next_tokens(tokens[:, 1:].astype(np.int32))
+    offsets = state.offsets
     if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
         count = schedule(cfg).candidates[step]
         always = [cfg.real_tokens] if cfg.pointer_width else []  # id of `<copy>` (see mix_pointed)
@@ -1728,14 +1727,15 @@ def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, s
 
 
 def next_tokens(targets) -> Aims:
-    """Return Aims with these targets [b, t], and no candidates."""
+    """Return Aims with these targets [b, t]. Prefixes are not read, but have the right shape."""
     no_candidates = np.empty((len(targets), 0), np.int32)
-    return Aims(no_candidates, targets, prefixes=targets)  # unread, but has the right shape
+    return Aims(no_candidates, targets, prefixes=targets)
 
 
 def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> Batch:
     """Return the Batch of `step`, on the devices, from this process's tokens, uint16 [b, t + 1]."""
-    rows, requests = Rows(tokens, None, None, aims), None
+    rows = Rows(tokens, None, None, aims)
+    requests = None
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         rows, requests = hashed_rows(cfg, mesh, vocab, tokens, aims)
     rows, requests = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
@@ -1744,17 +1744,16 @@ def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> 
 
 
 def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, vocab) -> Iterator:
-    """Yield the Batches of the first val_tokens of the validation split, for the model after `step`
-    steps. `vocab` is the Vocabulary, or None without n-grams."""
+    """Yield the Batches of all validation tokens for the model after `step` steps."""
     for tokens, counts in read_validation(cfg, mesh, stream):
         targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
         yield batch_of(cfg, mesh, step, vocab, tokens, targets)
 
 
 def batch_of(cfg: Config, mesh: Mesh, step: int, vocab, tokens, targets) -> Batch:
-    """Return the Batch of this process's rows for the model after `step` steps. Tokens are uint16
-    [b, t+1], targets int32 [b, t]; rows of -1 only pad the batch."""
-    return put_batch(cfg, mesh, max(step - 1, 0), vocab, tokens, next_tokens(targets))
+    """Return the Batch of these rows for the model after `step` steps. Targets of -1 pad it."""
+    last_step = max(step - 1, 0)  # whose rotation the model has learned
+    return put_batch(cfg, mesh, last_step, vocab, tokens, next_tokens(targets))
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
@@ -1766,13 +1765,10 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 # PART II: THE IDEAS OF THE RECORD
 # ================================================================================================
 
-# Each section explains one idea, or a few related ones. Parentheses give the record that introduced
-# an idea, its savings, and the switch that disables it (`--set without=NAME`). Savings are
-# upstream's figures for its own program, compared with the previous record; they have not been
-# measured with this file. M means millions of training tokens, seconds are out of the 39.9 s of
-# record 92 on eight H100s, steps are from a pull request. README.md lists all savings. An idea that
-# takes one line of Part I, or only a number, has no section: IDEAS names the function. Part I calls
-# an idea next to a comment that quotes the title of its section.
+# Each section explains an idea, or a few related ones. Parentheses give the record that introduced
+# it, its savings, and the switch that disables it (`--set without=NAME`). Savings are upstream's,
+# for its own program: M (millions of training tokens), seconds out of the 39.9 s of record 92 on
+# eight H100s, or steps (from a pull request). Other ideas are one line, or a number: see IDEAS.
 
 # ---- The switches -------------------------------------------------------------------------------
 
@@ -1789,7 +1785,7 @@ IDEAS = {
     "values": "layers.*.values=0",
     "value_gates": "value_gates=0",
     "still": "still=0",  # half of the dimensions do not rotate: rope_tables, heads_of
-    "packing": "stages.*.doc_cap=0",
+    "packing": "stages.*.doc_cap=0",  # rows start with documents: plan_packed
     "smear": "smear=0",
     "seldom": "adam_every=1 table_every=1,1",  # gradient accumulation for Adam and tables
     "equalize": "equalize_rate=0",
@@ -1823,111 +1819,12 @@ IDEAS = {
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # kept by without=all
 
 
-# ---- Parameters of ideas -------------------------------------------------------------------------
-
-
-def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
-    """Return the parameter table with the parameters of enabled ideas and all averages."""
-    parts = [
-        (cfg.layers_with("values"), value_params),
-        (cfg.ngram_rows, ngram_params),
-        (cfg.smear, smear_params),
-        (cfg.lambdas, lambda_params),
-        (cfg.has_gates, gate_params),
-        (cfg.layers[-1].mudd, mudd_params),
-        (cfg.pointer_width, pointer_params),
-    ]
-    for is_on, params in parts:
-        if is_on:
-            table = table | params(cfg)
-    if cfg.tail or cfg.tail_average:
-        table = with_averages(cfg, table)
-    return table
-
-
-def small_param(cfg: Config, shape, start, lr: float, betas: tuple, decay: float = 0.0) -> Param:
-    """Return the Param of a small parameter, replicated on every device and trained by Adam. `lr`
-    and `decay` are factors on lr_adam and decay_adam. `betas` is a pair of scalar_betas: the first
-    for weights that mix arrays, the slower second one for gates and single scalars (record 52: 9 M;
-    without=scalar_betas)."""
-    return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
-
-
-def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
-    """Return the Param of a table [rows, width] that is looked up by token. Rows keep their initial
-    value until they get a gradient: moments are zero until then, and cautious weight decay skips
-    them. (With cautious=0, all rows of value tables decay.)"""
-    rates = (70, 5)  # the record's: most rows get few gradients, so each update must be large
-    return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
-
-
-def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
-    """Return `hyper`, arrays [steps, ...], with the fields that enabled ideas set."""
-    adam_due, tables = updates_due(cfg)
-    fields = {}
-    if len(cfg.stages) > 1:
-        freqs, scales = map(np.stack, zip(*yarn(cfg), strict=True))
-        stage = steps_in_stages(cfg).stage
-        fields |= {"freqs": freqs[stage], "scales": scales[stage]}
-    if any(s.weights + s.weights_end != (1.0, 1.0) for s in cfg.stages):
-        fields["weights"] = loss_weights(cfg)
-    if cfg.slow_rate:
-        fields["fast_beta"], fields["fast_weight"] = fast_rail(cfg, hyper.momentum)
-    if np.any(tables):
-        is_update = tables > 0
-        updates_before = np.cumsum(is_update) - is_update
-        fields["table_count"] = updates_before + 1
-    if cfg.ngram_drop:
-        rng = np.random.default_rng(cfg.seed)
-        fields["drop_seed"] = rng.integers(2**24, size=cfg.steps)  # exact in float32
-    if any(any(stage.prefix) for stage in cfg.stages):
-        fields["prefix"] = in_parts(cfg, "prefix")
-    if cfg.tail or cfg.tail_average:
-        fields["average_rates"] = average_rates(cfg, adam_due, tables)
-    return hyper._replace(**fields)
-
-
-# ---- Rows that start at a document ---------------------------------------------------------------
-
-# Each row starts with a document and contains only beginnings of documents. They can be predicted
-# from little context, and attention never needs tokens of another row (records 26, 29: 18 M;
-# without=packing).
-
-
-def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """Return ([(row, start, stop)], next cursor): the pieces of the stream that fill a batch.
-
-    A piece starts at the BOS of a document. It ends with the document, after doc_cap tokens, or
-    when the row is full; the rest of a cut document is skipped. Rows of t+1 tokens (t inputs and
-    the last target) are filled one after another, as upstream fills the rows of its eight devices.
-    If a shard has too few documents left, the whole batch comes from the next shard."""
-    while True:
-        number, base = stream.shard_at(cursor)
-        documents = stream.documents(number)
-        first = int(np.searchsorted(documents.places, cursor - base))
-        pieces = []
-        row = 0
-        room = stage.row_tokens + 1
-        for i in range(first, len(documents.places)):
-            # Converted one by one: lists of a shard's 150,000 documents took 20 to 30 ms per batch.
-            start = int(documents.starts[i])
-            stop = min(int(documents.stops[i]), start + stage.doc_cap, start + room)
-            pieces.append((row, base + start, base + stop))
-            room -= stop - start
-            if room == 0:
-                row += 1
-                if row == stage.rows:
-                    return pieces, base + int(documents.places[i]) + stop - start
-                room = stage.row_tokens + 1
-        cursor = int(stream.ends[number])
-
-
 # ---- When tables learn, and as long as head and embedding are one matrix -----------------------
 
 # A batch reads a given row of a table only a few times, so gradients of rows are noisy. Tables
 # accumulate gradients over two steps, later over four, and Adam over two (records 39, 92: 22 M;
 # without=seldom). Until late in the run, head and embedding are one matrix with the gradients of
-# both uses; then they are trained separately (records 51, 53: 14 M; without=tied).
+# both uses; then they are trained separately (records 51, 53; without=tied).
 
 
 def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
@@ -2020,7 +1917,7 @@ class Average(NamedTuple):
 
 # In the order of the moves, and of average_rates. v, o and MLPs move all the way to `average`, and
 # from there towards bank_ema, by less than q and k (upstream's numbers, without a reason).
-BLEND = 0.55 - 0.2007
+TO_BANK_EMA = 0.55 - 0.2007
 AVERAGES = {
     "ema": Average("tail", "adam", {"head": 0.65, "embed": 0.65}),
     "average": Average("tail_average", "anvil", {"vo_bank": 1.0, "v_bank": 1.0, "mlp_bank": 1.0}),
@@ -2028,7 +1925,7 @@ AVERAGES = {
     "bank_ema": Average(
         "tail",
         "anvil",
-        {"qk_bank": 0.55, "vo_bank": BLEND, "v_bank": BLEND, "mlp_bank": BLEND},
+        {"qk_bank": 0.55, "vo_bank": TO_BANK_EMA, "v_bank": TO_BANK_EMA, "mlp_bank": TO_BANK_EMA},
     ),
 }
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
@@ -2042,8 +1939,8 @@ def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
     for name, row in table.items():
         averages = []
         for kind, average in AVERAGES.items():
-            is_on = getattr(cfg, average.length) > 0 and average.updated_by == row.updated_by
-            if is_on and name in average.shares:
+            is_on = getattr(cfg, average.length) > 0
+            if is_on and average.updated_by == row.updated_by and name in average.shares:
                 averages.append((kind, average.shares[name]))
         rescaled = any(AVERAGES[kind].rescaled for kind, _ in averages)
         completed[name] = dataclasses.replace(row, averages=tuple(averages), rescaled=rescaled)
@@ -2082,8 +1979,9 @@ def follow(state, name: str, row: Param, hyper: Hyper):
     kinds = list(AVERAGES)
     for kind, _ in row.averages:
         rate = hyper.average_rates[kinds.index(kind)]
-        before = state[kind][name]
-        state[kind][name] = before + rate * (state["params"][name] - before)
+        average = state[kind][name]
+        weight = state["params"][name]
+        state[kind][name] = average + rate * (weight - average)
 
 
 def move_to_averages(cfg: Config, state) -> dict:
@@ -2101,7 +1999,8 @@ def move_to_averages(cfg: Config, state) -> dict:
     for name, row in param_table(cfg).items():
         for kind, share in row.averages:
             if has_started[kinds.index(kind)]:
-                params[name] += share * (state[kind][name] - params[name])
+                difference = state[kind][name] - params[name]
+                params[name] += share * difference
         if row.rescaled:
             before = length(state["params"][name])
             after = length(params[name])
@@ -2128,10 +2027,10 @@ def loss_weights(cfg: Config) -> np.ndarray:
 
     first = np.stack([padded(stage.weights) for stage in cfg.stages])
     last = np.stack([padded(stage.weights_end) for stage in cfg.stages])
-    steps = steps_in_stages(cfg)
-    progress = steps.number / steps.length
-    change = (last - first)[steps.stage]
-    return first[steps.stage] + change * progress[:, None]
+    stage, number, length = steps_in_stages(cfg)
+    progress = number / length
+    change = (last - first)[stage]
+    return first[stage] + change * progress[:, None]
 
 
 class Vocabulary(NamedTuple):
@@ -2173,8 +2072,8 @@ def batch_aims(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Aims
 
 def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims, int]:
     """Return (Aims of one row of t+1 tokens, without axis b; next offset of its walk). `count` is
-    the number of candidates; 0 uses the whole vocabulary. Candidates include the row's targets and
-    the `required` ids."""
+    the number of candidates; 0 uses the whole vocabulary. Candidates include targets and `required`
+    ids."""
     targets_t = row[1:].astype(np.int32)
     prefixes_t = prefix_v[targets_t]
     if not count:
@@ -2204,10 +2103,10 @@ def candidates(included, offset: int, count: int, vocab_size: int):
     need(different <= count, f"{too_many}: raise --set stages.N.candidates=")
     missing = count - different
     if missing:
-        draw = min(vocab_size, int(missing * 1.7) + 256)  # spare ids, as some are already chosen
+        draw = min(vocab_size, int(missing * 1.7) + 256)  # enough if up to 40 % are already chosen
         walk = np.arange(offset, offset + draw) * STRIDE % vocab_size
         others = walk[~is_chosen[walk]]
-        if len(others) < missing:  # too few after all: take evenly spaced ids of those left
+        if len(others) < missing:  # too few after all: take ids from all that are left
             free = np.flatnonzero(~is_chosen)
             others = free[:: max(1, len(free) // missing)]
         is_chosen[others[:missing]] = True
@@ -2217,12 +2116,15 @@ def candidates(included, offset: int, count: int, vocab_size: int):
 
 # ---- A pointer to earlier tokens -----------------------------------------------------------------
 
-# The next token has often occurred before. One more attention, on the final hidden states, points
-# at earlier tokens, or at a learned key, the sink, if none fits. The softmax decides how much the
-# pointer counts: it has one more id, `<copy>` (real_tokens, the first id that is no token), and the
-# pointer distributes its probability (pull request 379 of modded-nanogpt: 144 steps; the mixture
-# with a sink is from Merity et al. 2016; without=pointer). Only the loss on the next token uses the
-# mixture. Losses on later tokens and on prefixes are the softmax's, with `<copy>` among its ids.
+# The next token has often occurred before (pull request 379 of modded-nanogpt: 144 steps; the
+# mixture with a sink is from Merity et al. 2016; without=pointer). Three steps:
+#     1. the softmax has one more id, `<copy>` (real_tokens, the first id that is no token), and
+#        gives it a probability a
+#     2. one more attention, on the final hidden states, splits a among earlier tokens and a learned
+#        key, the sink
+#     3. the share of the sink returns to the other ids of the softmax
+# Only the loss on the next token uses this mixture. Losses on later tokens and on prefixes are the
+# softmax's, with `<copy>` among its ids.
 
 
 class PointerQueries(NamedTuple):
@@ -2247,11 +2149,10 @@ class PointerKeys(NamedTuple):
 def pointer_params(cfg: Config) -> dict[str, Param]:
     """Return the query and key projections [2, h, d], the sink, and the inverse temperature."""
     h = cfg.pointer_width
-    _, betas = cfg.scalar_betas
     return {
-        "pointer_qk": small_param(cfg, (2, h, cfg.width), hidden_start(cfg), 1, betas, decay=1),
-        "pointer_sink": small_param(cfg, (h,), normal(1 / math.sqrt(h)), 1, betas),
-        "pointer_gain": small_param(cfg, (1,), 1.0, 1, betas),
+        "pointer_qk": small_param(cfg, (2, h, cfg.width), hidden_start(cfg), 1, decay=1),
+        "pointer_sink": small_param(cfg, (h,), normal(1 / math.sqrt(h)), 1),
+        "pointer_gain": small_param(cfg, (1,), 1.0, 1),
     }
 
 
@@ -2264,9 +2165,10 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
     if ids.size:  # position among the candidates of each row
         copy_b1 = jnp.argmax(ids == copy_id, axis=1)[:, None]
     b, t, _ = targets.shape
-    copy_targets = jnp.broadcast_to(copy_b1[..., None], (b, t, 1)).astype(targets.dtype)
-    targets = jnp.concatenate([targets, copy_targets], axis=2)
-    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, 1)))
+    copy_bt1 = jnp.broadcast_to(copy_b1[..., None], (b, t, 1))
+    targets = jnp.concatenate([targets, copy_bt1.astype(targets.dtype)], axis=2)
+    one_more = [(0, 0), (0, 0), (0, 1)]
+    weights = jnp.pad(weights, one_more)
     return x_btd, targets, weights, pointer_chances(model, rows, x_btd)
 
 
@@ -2343,7 +2245,8 @@ def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, Poi
     position = jnp.arange(x_btd.shape[1])[None]
     position = jnp.broadcast_to(position, segment.shape)
     queries = PointerQueries(q, sink, tokens[:, 1:], segment, position)
-    return queries, PointerKeys(norm(k), tokens[:, :-1], segment, position)
+    keys = PointerKeys(norm(k), tokens[:, :-1], segment, position)
+    return queries, keys
 
 
 def point(queries: PointerQueries, keys: PointerKeys):
@@ -2387,15 +2290,16 @@ def mix_pointed(losses, pointed):
     `pointed` [t, 2] is pointer_chances (next, sink). The mixture is
         p / (1 - a) * (1 - a + a sink)  +  a next   =   p (1 + a sink / (1 - a)) + a next
     p / (1 - a) is the softmax without `<copy>`. The pointer distributes a: to tokens, or through
-    its sink back to the softmax. Probabilities are at least 1e-30, less than capped logits reach.
+    its sink back to the softmax. Probabilities are clipped at 1e-30, below what capped logits give.
     (The authors add 1e-9 instead. Their probabilities sum to more than 1, and no loss exceeds
     20.7.)"""
     next_t = pointed[:, 0]
     sink_t = pointed[:, 1]
     chance_t = jnp.exp(-losses[:, 0])  # p
     copy_t = jnp.exp(-losses[:, -1])  # a
-    rest_t = jnp.maximum(-jnp.expm1(-losses[:, -1]), 1e-6)  # 1 - a
-    chance_t = chance_t * (1 + copy_t * sink_t / rest_t) + copy_t * next_t
+    rest_t = -jnp.expm1(-losses[:, -1])  # 1 - a
+    returned_t = copy_t * sink_t / jnp.maximum(rest_t, 1e-6)
+    chance_t = chance_t * (1 + returned_t) + copy_t * next_t
     loss_t = -jnp.log(jnp.maximum(chance_t, 1e-30))
     return losses.at[:, 0].set(loss_t)
 
@@ -2497,7 +2401,8 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
     fits = place < size
     requests = np.full((devices, size), owned, np.int32)
     requests[owner[fits], place[fits]] = row_of_shard[fits]
-    slots = np.where(fits, owner * size + place, 0).astype(np.int32)
+    slots = np.where(fits, owner * size + place, 0)
+    slots = slots.astype(np.int32)
     slots = slots[index].reshape(rows.shape)
     return requests, slots.swapaxes(0, 1)
 
@@ -2524,7 +2429,9 @@ def last_tokens(xp, x_bt) -> tuple:
     it, and the token itself; 0 before the start of a row. `xp` is numpy or jax.numpy."""
     x_bt = x_bt.astype(xp.int32)
     padded = xp.pad(x_bt, [(0, 0), (2, 0)])
-    return padded[:, :-2], padded[:, 1:-1], x_bt
+    x1_bt = padded[:, 1:-1]
+    x2_bt = padded[:, :-2]
+    return x2_bt, x1_bt, x_bt
 
 
 def hash_tokens(tokens: tuple, multipliers: tuple[int, ...]):
@@ -2586,6 +2493,21 @@ def signed_sum(signs, ngrams, hashed_bt):
     return bigram_signs * bigrams_btd + trigram_signs * trigrams_btd
 
 
+def sign_ids(x_bt, rows: int):
+    """Return rows of sign_pool for each token's bigram and trigram, int32 [2, b, t]; row 0 if there
+    is not enough history. `rows` is a power of two.
+
+    The multipliers differ from those in ngram_hashes, so n-grams that share a row of the table
+    rarely have the same signs: each is zero-mean noise for the other (record 83)."""
+    x2_bt, x1_bt, x_bt = last_tokens(jnp, x_bt)
+    position = jnp.arange(x_bt.shape[1])[None]
+    bigram = hash_tokens((x1_bt, x_bt), (30011, 48271))
+    bigram = jnp.where(position < 1, 0, bigram & (rows - 1))
+    trigram = hash_tokens((x2_bt, x1_bt, x_bt), (26801, 39779, 58699))
+    trigram = jnp.where(position < 2, 0, trigram & (rows - 1))
+    return jnp.stack([bigram, trigram])
+
+
 def ngram_dropout(model: Model, ngrams, tokens):
     """Return `ngrams` [b, 2, t, d] with a fraction cfg.ngram_drop of the rows set to zero and the
     others scaled up to keep the mean: dropout in training, against memorizing a text over several
@@ -2600,21 +2522,6 @@ def ngram_dropout(model: Model, ngrams, tokens):
 
     weights = jax.vmap(mask)(tokens)[..., None] / kept
     return ngrams * weights.astype(ngrams.dtype)
-
-
-def sign_ids(x_bt, rows: int):
-    """Return rows of sign_pool for each token's bigram and trigram, int32 [2, b, t]; row 0 if there
-    is not enough history. `rows` is a power of two.
-
-    The multipliers differ from those in ngram_hashes, so n-grams that share a row of the table
-    rarely have the same signs: each is zero-mean noise for the other (record 83)."""
-    x2_bt, x1_bt, x_bt = last_tokens(jnp, x_bt)
-    position = jnp.arange(x_bt.shape[1])[None]
-    bigram = hash_tokens((x1_bt, x_bt), (30011, 48271))
-    bigram = jnp.where(position < 1, 0, bigram & (rows - 1))
-    trigram = hash_tokens((x2_bt, x1_bt, x_bt), (26801, 39779, 58699))
-    trigram = jnp.where(position < 2, 0, trigram & (rows - 1))
-    return jnp.stack([bigram, trigram])
 
 
 def exchange(x):
@@ -2635,8 +2542,8 @@ def send_to_owners(requested, grads, numbers) -> tuple:
     """Send the gradients of the rows that this device has fetched to the devices that own them:
     return (`numbers`, (ids, gradients) that arrive for this device's shard).
 
-    The barrier delays the exchange until the sum over devices `numbers` is there, or the loss would
-    wait for the exchange."""
+    The barrier delays the exchange until the sums `numbers` are there. Otherwise the loss would
+    wait."""
     grads = grads.reshape(*requested.shape, -1)
     numbers, grads = lax.optimization_barrier((numbers, grads))
     return numbers, (requested, exchange(grads))
@@ -2655,8 +2562,9 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
 
     `waiting` has, for each step since the last update, the requested rows [devices, n] and their
     gradients [devices, n, d]. Sorting puts requests for the same row together."""
-    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in waiting])
-    grads = [grad.reshape(-1, grad.shape[-1]) for _, grad in waiting]
+    requested, grads = zip(*waiting, strict=True)
+    ids = jnp.concatenate([x.reshape(-1) for x in requested])
+    grads = [x.reshape(-1, x.shape[-1]) for x in grads]
     places = jnp.arange(len(ids))
     ids, order = lax.sort((ids, places), num_keys=1)
     _, beta = rates.betas
@@ -2664,14 +2572,15 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
     update = functools.partial(update_part, rates, add_rows)
     before = table, square, jnp.float32(0)
     if len(ids) > cfg.rows_at_once:  # Part V: the same with less memory
-        most_equal = sum(len(requested) for requested, _ in waiting)  # once per device and step
+        most_equal = sum(map(len, requested))  # once per device and step
         return update_in_parts(update, before, ids, order, grads, (cfg.rows_at_once, most_equal))
     return update(before, ids, jnp.concatenate(grads)[order], len(ids))
 
 
 def update_part(rates: AdamRates, add_rows: Callable, so_far: tuple, ids, grads, count):
     """Update the rows of the first `count` requests, ascending `ids` [r] with gradients [r, d], in
-    `so_far`: (table, mean square of each row, sum of all squared gradients)."""
+    `so_far`: (table, mean square of each row, sum of all squared gradients). `count` is less than r
+    only in update_in_parts."""
     table, square, total = so_far
     rows = len(table)
     ids, sums = sum_requests(ids, grads, count, rows, add_rows)
@@ -2685,7 +2594,7 @@ def sum_requests(ids, grads, count, rows: int, add_rows: Callable):
     ids [r], sums float32 [r, d]).
 
     Unused places, and ids after the first `count`, get padding ids from `rows` on, all different
-    (adam_rows promises XLA unique ids)."""
+    (adam_rows promises XLA unique ids): ids 3 3 7 give 3, 7, rows + 2."""
     places = jnp.arange(len(ids))
     is_new = jnp.diff(ids, prepend=-1) != 0
     group = jnp.cumsum(is_new) - 1  # index among the distinct ids
@@ -2711,11 +2620,12 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
     lr = rates.lr * correction / (jnp.sqrt(mean_square) + rates.eps)
     old = table.at[ids].get(mode="clip")
     before = old.astype(jnp.float32)
-    change = lr[:, None] * grad
+    update = lr[:, None] * grad
     decay = rates.lr * rates.lr * rates.decay
-    new = descend(before, change, decay, rates.cautious)
+    new = descend(before, update, decay, rates.cautious)
     options = {"mode": "drop", "unique_indices": True}
-    table = table.at[ids].add(new.astype(table.dtype) - old, **options)
+    change = new.astype(table.dtype) - old
+    table = table.at[ids].add(change, **options)
     square = square.at[ids].add(increase, **options)
     return table, square
 
@@ -2738,33 +2648,30 @@ def value_params(cfg: Config) -> dict[str, Param]:
     rows = len(layers) * cfg.vocab
     params = {"value_tables": table_param(cfg, rows, normal(0.01), (0.75, 0.95))}
     if cfg.value_gates and gated:
-        _, betas = cfg.scalar_betas
         shape = len(gated), cfg.heads, GATE_INPUTS
-        params["value_gate"] = small_param(cfg, shape, 0.0, 1, betas, decay=1)
+        params["value_gate"] = small_param(cfg, shape, 0.0, 1, decay=1)
     return params
 
 
 def smear_params(cfg: Config) -> dict[str, Param]:
     """Return the weights of the gate [1, features], and its largest value."""
-    _, betas = cfg.scalar_betas
     return {
-        "smear_gate": small_param(cfg, (1, GATE_INPUTS), 0.0, 0.01, betas),
-        "smear_lambda": small_param(cfg, (1,), 0.0, 5, betas),
+        "smear_gate": small_param(cfg, (1, GATE_INPUTS), 0.0, 0.01),
+        "smear_lambda": small_param(cfg, (1,), 0.0, 5),
     }
 
 
 def lambda_params(cfg: Config) -> dict[str, Param]:
     """Return the learned factors of each layer."""
     layers = len(cfg.layers)
-    of_mixing, of_scalars = cfg.scalar_betas
     return {
         # On the stream before attention and before the MLP: 1.1 per layer at first, as upstream.
-        "resid_lambdas": small_param(cfg, (layers, 2), math.sqrt(1.1), 5, of_mixing),
+        "resid_lambdas": small_param(cfg, (layers, 2), math.sqrt(1.1), 5, mixes=True),
         # On the outputs of attention and MLP.
-        "post_lambdas": small_param(cfg, (layers, 2), 1.0, 1, of_mixing),
+        "post_lambdas": small_param(cfg, (layers, 2), 1.0, 1, mixes=True),
         # On q, k and v; QK norm cancels it in q and k.
-        "qkv_lambda": small_param(cfg, (layers,), 0.5, 5, of_scalars),
-        "o_lambda": small_param(cfg, (layers,), 1.0, 5, of_scalars),
+        "qkv_lambda": small_param(cfg, (layers,), 0.5, 5),
+        "o_lambda": small_param(cfg, (layers,), 1.0, 5),
     }
 
 
@@ -2776,10 +2683,11 @@ def gated_values(model: Model, i: int, x_btd, looked_up: dict) -> tuple:
     number = model.cfg.layers_with("values").index(i)
     values_btd = looked_up["value_tables"][number]
     if not model.cfg.value_gates:
-        return values_btd, jnp.ones((*x_btd.shape[:2], model.cfg.heads))
-    weights = model.params["value_gate"][number]  # the layer with MUDD, without one, is the last
+        b, t, _ = x_btd.shape
+        return values_btd, jnp.ones((b, t, model.cfg.heads))
+    weights = model.params["value_gate"][number]  # MUDD, which has no weights here, comes last
     half = weights.shape[1] // 2
-    features = norm(x_btd, half), values_btd[..., :half]
+    features = norm(x_btd)[..., :half], values_btd[..., :half]
     return values_btd, 2 * gate(jnp.concatenate(features, axis=-1), weights)
 
 
@@ -2800,7 +2708,7 @@ def gate(x_btd, weights):
 
 def post_lambdas(model: Model, i: int):
     """Return the factors [2] on the outputs of attention and MLP of layer `i`; 1 in a layer with
-    MUDD, which has weights per token instead."""
+    MUDD, which weights these outputs per token."""
     if model.cfg.layers[i].mudd:
         return jnp.ones(2, jnp.float32)
     return model.params["post_lambdas"][i]
@@ -2846,18 +2754,18 @@ def small_mlp_params(cfg: Config, kind: str, width: int, scale: float, lr: float
     give the initial values after `scale`. Outputs are padded to the largest MLP, as in upstream."""
     rows = []
     for starts in coefficient_starts(cfg, kind):
-        rows.append(np.hstack([[], *starts.values()]))
-    biases = np.zeros((len(rows), max(map(len, rows))))
+        rows.append(np.hstack([[], *starts.values()]))  # [] for an MLP without outputs
+    outputs = max(map(len, rows))
+    biases = np.zeros((len(rows), outputs))
     for of_mlp, row in zip(biases, rows, strict=True):
         of_mlp[: len(row)] = row / scale
-    _, betas = cfg.scalar_betas
-    mlps, outputs = biases.shape
+    mlps = len(rows)
     hidden = hidden_start(cfg)
     w1, w2, b2 = SMALL_MLPS[kind]
     return {
-        w1: small_param(cfg, (mlps, width, cfg.width), hidden, lr, betas, decay=1),
-        w2: small_param(cfg, (mlps, outputs, width), 0.0, lr, betas, decay=1),
-        b2: small_param(cfg, biases.shape, biases, lr, betas),
+        w1: small_param(cfg, (mlps, width, cfg.width), hidden, lr, decay=1),
+        w2: small_param(cfg, (mlps, outputs, width), 0.0, lr, decay=1),
+        b2: small_param(cfg, biases.shape, biases, lr),
     }
 
 
@@ -2869,11 +2777,10 @@ def hidden_start(cfg: Config) -> Callable:
 def gate_params(cfg: Config) -> dict[str, Param]:
     """The small MLPs for gates, the factor on gates, and an additional weight for each skip
     connection (record 45: 5 M). With gate_width=0 the MLPs have only biases."""
-    _, betas = cfg.scalar_betas
     skips = len(cfg.layers_with("skip"))
     return small_mlp_params(cfg, "gate", cfg.gate_width, GATE_SCALE, 0.1) | {
-        "gate_scale": small_param(cfg, (1,), GATE_SCALE, 0.1, betas),
-        "skip_lambda": small_param(cfg, (skips,), -1.5, 5, betas),
+        "gate_scale": small_param(cfg, (1,), GATE_SCALE, 0.1),
+        "skip_lambda": small_param(cfg, (skips,), -1.5, 5),
     }
 
 
@@ -2888,7 +2795,8 @@ def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
     w1, w2, b2 = SMALL_MLPS[kind]
     biases = params[b2][number]
     if w1 in params:
-        outputs = small_mlp(x_btd, params[w1][number], params[w2][number], biases)
+        w1, w2 = params[w1][number], params[w2][number]
+        outputs = small_mlp(x_btd, w1, w2, biases)
     else:  # gate_width=0
         outputs = jnp.broadcast_to(biases, (*x_btd.shape[:2], len(biases)))
     outputs *= params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
@@ -2902,12 +2810,13 @@ def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
 
 
 def small_mlp(x_btd, w1, w2, b2):
-    """Return W2 gelu(W1 x) + b2 for each token, float32 [b, t, outputs] (exact GELU: Hendrycks and
-    Gimpel 2016)."""
+    """Return W2 gelu(W1 x) + b2, float32 [b, t, outputs] (exact GELU: Hendrycks and Gimpel
+    2016)."""
     w1 = w1.astype(x_btd.dtype)
     hidden = jnp.matmul(x_btd, w1.T, preferred_element_type=jnp.float32)
     # Like PyTorch; jax.nn.gelu(hidden, approximate=False) uses erfc, and its last bits differ.
-    hidden = hidden * (0.5 + 0.5 * lax.erf(hidden * math.sqrt(0.5)))
+    erf = lax.erf(hidden * math.sqrt(0.5))
+    hidden = hidden * (0.5 + 0.5 * erf)
     return hidden @ w2.T + b2[None, None]
 
 
@@ -2923,12 +2832,11 @@ MUDD_LAYER, MUDD_MIX = 0, 1  # numbers of the small MLPs
 
 def mudd_params(cfg: Config) -> dict[str, Param]:
     """The two small MLPs, and additional outputs of MUDD_MIX for each group of features."""
-    _, betas = cfg.scalar_betas
     params = small_mlp_params(cfg, "mudd", cfg.mudd_width, MUDD_SCALE, 0.25)
     _, outputs, _ = params["mudd_w2"].shape
     groups = 2 * cfg.heads  # half a head each
     shape = outputs, groups, cfg.mudd_width
-    return params | {"mudd_w2g": small_param(cfg, shape, 0.0, 0.25, betas, decay=1)}
+    return params | {"mudd_w2g": small_param(cfg, shape, 0.0, 0.25, decay=1)}
 
 
 def mudd_layer_starts(cfg: Config) -> dict[str, float]:
@@ -2948,8 +2856,8 @@ def mudd_layer_starts(cfg: Config) -> dict[str, float]:
 
 
 def mudd_end(model: Model, x, outputs: list, inputs: Inputs, gates: dict):
-    """Apply the last layer to the residual stream `x`, and what follows it: return the stream
-    [b, t, d]."""
+    """Apply the last layer to the residual stream `x`, and mudd_mix: return the stream [b, t,
+    d]."""
 
     def layer(x):
         return mudd_layer(model, x, outputs, inputs, gates)
@@ -3004,9 +2912,10 @@ def mudd_values(model: Model, mu: dict, arrays: dict, looked_up: dict) -> tuple:
         sources.append(looked_up["value_tables"][-1])
         halves = [[*weights, mu["values_left"]], [*weights, mu["values_right"]]]
     halves = [jnp.concatenate(half, axis=-1) for half in halves]  # [b, t, sources]
-    added_btd = model.kernels.blend(None, jnp.stack(halves, axis=-1), tuple(sources))
-    ones = jnp.ones((*added_btd.shape[:2], model.cfg.heads))
-    return added_btd, ones
+    weights = jnp.stack(halves, axis=-1)
+    added_btd = model.kernels.blend(None, weights, tuple(sources))
+    b, t, _ = added_btd.shape
+    return added_btd, jnp.ones((b, t, model.cfg.heads))
 
 
 def mudd_mix_starts(cfg: Config) -> dict[str, float]:
@@ -3087,7 +2996,8 @@ def key_offset(k_btnh):
     document boundaries are ignored."""
 
     def of_token_before(x):
-        return jnp.concatenate([x[:, :1], x[:, :-1]], axis=1)
+        first = x[:, :1]
+        return jnp.concatenate([first, x[:, :-1]], axis=1)
 
     # rope pairs dimensions (i, i + h/2) and rotates only the first h/4 pairs.
     rotated, fixed, rotated_too, fixed_too = jnp.split(k_btnh, 4, axis=-1)
@@ -3165,11 +3075,77 @@ def equalize(update, square, rate):
 
 
 def as_large(x):
-    """Scale matrices [matrices, rows, cols] to the norm of orthogonalized ones; their directions do
-    not change."""
+    """Scale matrices [matrices, rows, cols] to the norm of orthogonalized ones; directions stay."""
     size = jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
     orthogonal_size = math.sqrt(min(x.shape[1:]))
     return x * (orthogonal_size / (size + 1e-12))
+
+
+# ---- Parameters of ideas -------------------------------------------------------------------------
+
+
+def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
+    """Return the parameter table with the parameters of enabled ideas and all averages."""
+    parts = [
+        (cfg.layers_with("values"), value_params),
+        (cfg.ngram_rows, ngram_params),
+        (cfg.smear, smear_params),
+        (cfg.lambdas, lambda_params),
+        (cfg.has_gates, gate_params),
+        (cfg.layers[-1].mudd, mudd_params),
+        (cfg.pointer_width, pointer_params),
+    ]
+    for is_on, params in parts:
+        if is_on:
+            table = table | params(cfg)
+    if cfg.tail or cfg.tail_average:
+        table = with_averages(cfg, table)
+    return table
+
+
+def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> Param:
+    """Return the Param of a small parameter, replicated on every device and trained by Adam. `lr`
+    and `decay` are factors on lr_adam and decay_adam. Weights that mix arrays have other betas than
+    gates and single scalars (record 52: 9 M; without=scalar_betas)."""
+    of_mixing, of_gates = cfg.scalar_betas
+    betas = of_mixing if mixes else of_gates
+    return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
+
+
+def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
+    """Return the Param of a table [rows, width] that is looked up by token. Rows keep their initial
+    value until they get a gradient: moments are zero until then, and cautious weight decay skips
+    them. (With cautious=0, all rows of value tables decay.)"""
+    rates = (70, 5)  # the record's: most rows get few gradients, so each update must be large
+    return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
+
+
+def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
+    """Return `hyper`, arrays [steps, ...], with the fields that enabled ideas set."""
+    adam_due, tables = updates_due(cfg)
+    fields = {}
+    if len(cfg.stages) > 1:
+        freqs, scales = zip(*yarn(cfg), strict=True)
+        stage, _, _ = steps_in_stages(cfg)
+        fields["freqs"] = np.stack(freqs)[stage]
+        fields["scales"] = np.stack(scales)[stage]
+    all_weights = {stage.weights + stage.weights_end for stage in cfg.stages}
+    if all_weights != {(1.0, 1.0)}:
+        fields["weights"] = loss_weights(cfg)
+    if cfg.slow_rate:
+        fields["fast_beta"], fields["fast_weight"] = fast_rail(cfg, hyper.momentum)
+    if np.any(tables):
+        is_update = tables > 0
+        updates_before = np.cumsum(is_update) - is_update
+        fields["table_count"] = updates_before + 1
+    if cfg.ngram_drop:
+        rng = np.random.default_rng(cfg.seed)
+        fields["drop_seed"] = rng.integers(2**24, size=cfg.steps)  # exact in float32
+    if any(any(stage.prefix) for stage in cfg.stages):
+        fields["prefix"] = in_parts(cfg, "prefix")
+    if cfg.tail or cfg.tail_average:
+        fields["average_rates"] = average_rates(cfg, adam_due, tables)
+    return hyper._replace(**fields)
 
 
 # ================================================================================================
@@ -3181,9 +3157,9 @@ def as_large(x):
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """Return the first LoaderState of a run, or the one from a checkpoint (`offsets` of all rows).
-    Walks through the candidates start evenly spaced: at the beginning, and if a checkpoint has
-    another number of rows."""
-    rows = cfg.stages[0].rows  # the same in all stages
+    Walks through the candidates start evenly spaced: at first, and if a checkpoint has another
+    number of rows."""
+    rows = cfg.stages[0].rows  # the same in all stages (checked by validate)
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
         offsets = [(first + cfg.vocab * row // rows) % cfg.vocab for row in range(rows)]
@@ -3197,33 +3173,6 @@ def own_rows(mesh: Mesh, count: int) -> range:
     end = first + sum(is_own)
     of_device = count // mesh.size
     return range(first * of_device, end * of_device)
-
-
-class Clock:
-    """Training time in milliseconds, continued when a run is resumed. The loader works only while
-    the clock is `running`, so that all loading is counted."""
-
-    def __init__(self, elapsed_ms: float = 0.0):
-        self.total = elapsed_ms
-        self.since = 0.0
-        self.running = threading.Event()
-
-    def start(self):
-        """Start counting, unless the clock is running."""
-        if not self.running.is_set():
-            self.since = time.perf_counter()
-            self.running.set()
-
-    def stop(self):
-        """Stop counting."""
-        self.total = self.ms()
-        self.running.clear()
-
-    def ms(self) -> float:
-        """Return the training time so far."""
-        if not self.running.is_set():
-            return self.total
-        return self.total + 1000 * (time.perf_counter() - self.since)
 
 
 STALL_SECONDS = 10  # a longer wait for a batch is reported
@@ -3300,7 +3249,8 @@ class TokenStream:
         self.shards = [open_shard(path) for path in self.paths] * passes
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.seed = seed
-        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps two shards
+        # find_documents and draw_rows with a cache for two shards.
+        self.documents = functools.lru_cache(2)(self.find_documents)
         self.rows = functools.lru_cache(2)(self.draw_rows)
 
     def __len__(self) -> int:
@@ -3351,7 +3301,7 @@ class TokenStream:
 
     def read(self, cursor: int, count: int) -> np.ndarray:
         """Return `count` tokens from `cursor` on, uint16; they may be in several shards."""
-        parts = [np.empty(0, np.uint16)]
+        parts = [np.empty(0, np.uint16)]  # for count=0
         while count:
             number, start = self.shard_at(cursor)
             part = self.shards[number][cursor - start :][:count]
@@ -3376,14 +3326,44 @@ def open_shard(path) -> np.memmap:
 
 def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
     """Return ([(row, start, stop)], next cursor): the pieces of the stream that fill a batch.
-    Without doc_cap, rows ignore document boundaries: they follow each other, sharing one token with
-    the next row (its first input is the last target), and leave no token out."""
+    Without doc_cap, rows ignore document boundaries. In the first epoch they follow each other and
+    share one token with the next row: its first input is the last target."""
     if stage.doc_cap:
         return plan_packed(stream, cursor, stage)
     t = stage.row_tokens
     starts = [stream.row_at(cursor + row * t, t) for row in range(stage.rows)]
     pieces = [(row, start, start + t + 1) for row, start in enumerate(starts)]
     return pieces, cursor + stage.rows * t
+
+
+def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
+    """Return what plan_rows returns if each row starts with a document and contains only beginnings
+    of documents. They can be predicted from little context, and attention never needs tokens of
+    another row (records 26, 29: 18 M; without=packing).
+
+    A piece starts at the BOS of a document. It ends with the document, after doc_cap tokens, or
+    when the row is full; the rest of a cut document is skipped. Rows of t+1 tokens (t inputs and
+    the last target) are filled one after another, so that batches are equal to upstream's.
+    If a shard has too few documents left, the whole batch comes from the next shard."""
+    while True:
+        number, base = stream.shard_at(cursor)
+        documents = stream.documents(number)
+        first = int(np.searchsorted(documents.places, cursor - base))
+        pieces = []
+        row = 0
+        room = stage.row_tokens + 1
+        for i in range(first, len(documents.places)):
+            # Converted one by one: lists of a shard's 150,000 documents took 20 to 30 ms per batch.
+            start = int(documents.starts[i])
+            stop = min(int(documents.stops[i]), start + stage.doc_cap, start + room)
+            pieces.append((row, base + start, base + stop))
+            room -= stop - start
+            if room == 0:
+                row += 1
+                if row == stage.rows:
+                    return pieces, base + int(documents.places[i]) + stop - start
+                room = stage.row_tokens + 1
+        cursor = int(stream.ends[number])
 
 
 def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
@@ -4482,6 +4462,33 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
     return [*lines, RULE]
 
 
+class Clock:
+    """Training time in milliseconds, continued when a run is resumed. The loader works only while
+    the clock is `running`, so that all loading is counted."""
+
+    def __init__(self, elapsed_ms: float = 0.0):
+        self.total = elapsed_ms
+        self.since = 0.0
+        self.running = threading.Event()
+
+    def start(self):
+        """Start counting, unless the clock is running."""
+        if not self.running.is_set():
+            self.since = time.perf_counter()
+            self.running.set()
+
+    def stop(self):
+        """Stop counting."""
+        self.total = self.ms()
+        self.running.clear()
+
+    def ms(self) -> float:
+        """Return the training time so far."""
+        if not self.running.is_set():
+            return self.total
+        return self.total + 1000 * (time.perf_counter() - self.since)
+
+
 class StepResult(NamedTuple):
     """Results of a step. The arrays may still be computed on the devices."""
 
@@ -4492,14 +4499,14 @@ class StepResult(NamedTuple):
     number_of_pass: int  # epoch of the training tokens, from 1
 
 
-def settle(log: RunLog, result: StepResult | None):
+def log_step(log: RunLog, result: StepResult | None):
     """Wait for a step and log it."""
     if result:
-        loss = sound(log, result.step, float(result.loss))
+        loss = check_loss(log, result.step, float(result.loss))
         log.trained(result, loss)
 
 
-def sound(log: RunLog, step: int, loss: float) -> float:
+def check_loss(log: RunLog, step: int, loss: float) -> float:
     """Return `loss`. Raise UserError if it is NaN, or twice the loss of a uniform guess: the run
     diverges."""
     most = 2 * math.log(log.cfg.vocab)

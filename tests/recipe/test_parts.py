@@ -45,7 +45,7 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 LATER = {
     "gathered_model": {"gather_banks"},
     "sum_over_devices": {"reduce_scatter"},
-    "train": {"StepResult", "demonstrate", "prepare", "set_handlers", "settle", "sound"},
+    "train": {"StepResult", "check_loss", "demonstrate", "log_step", "prepare", "set_handlers"},
     "update_rows": {"update_in_parts"},
     "prepare": {"checked_kernels", "compile_all", "start_copies", "start_state", "warm_up"},
     "gradient_bytes": {"abstract_copies"},

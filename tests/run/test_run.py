@@ -515,12 +515,12 @@ def test_a_validation_shard_that_is_cut_under_the_run_ends_it(shards, tmp_path, 
 def test_a_run_that_diverges_ends_with_a_line_and_keeps_its_last_good_checkpoint(
     train, run, tmp_path, monkeypatch, loss
 ):
-    def settle(log, newest, real=T.settle):
+    def log_step(log, newest, real=T.log_step):
         if newest and newest.step == 5:
             newest = newest._replace(loss=loss)
         return real(log, newest)
 
-    monkeypatch.setattr(T, "settle", settle)
+    monkeypatch.setattr(T, "log_step", log_step)
     words = r"^the loss of step 5 is \S+: lower the learning rates \(--set lr_anvil=\.\.\.\); see "
     with pytest.raises(T.UserError, match=words):
         train(CFG, tmp_path)
