@@ -998,8 +998,8 @@ def rows_at(table, ids):
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """Add the gradient of a lookup to `grad_vd`: rows [..., d] at ids [...]. `rows` may be a list, for
-    tables that share the ids and are stacked in `grad_vd`. (GPUs add in no fixed order.)"""
+    """Add the gradient of a lookup, rows [..., d] at ids [...], to `grad_vd`. `rows` may be a list,
+    for tables that share ids and are stacked in `grad_vd`. (GPUs add in no fixed order.)"""
     tables = jax.tree.leaves(rows)
     size = grad_vd.shape[0] // len(tables)  # rows per table
     for number, x in enumerate(tables):
