@@ -29,7 +29,7 @@ Terms:
     record N    entry N of upstream's list of records
     row         a sequence of a batch; also the vector of one id in a table
     stream      the residual stream; the token stream is all tokens of the data in order
-    bank        matrices of equal shape, stacked: [matrices, rows, cols]
+    bank        matrices of equal shape, stacked: [matrices, rows, cols]; a list while in use
     copies      arrays that the model computes with, in bfloat16 if they are large
 
 Suffixes of array names give their axes, as in x_btd: b rows of a batch, t tokens or queries, s
@@ -156,7 +156,7 @@ class Inputs(NamedTuple):
 
     x0: jax.Array  # [b, t, d] normed embeddings
     start: jax.Array  # [b, t, d] the residual stream before the first layer
-    looked_up: dict  # rows of tables by name (look_up); for layers with a value table
+    looked_up: dict  # rows of all tables by name (look_up)
     ngram: jax.Array | None = None  # [b, t, d] n-gram vectors
 
 
@@ -202,7 +202,7 @@ def forward(model: Model, looked_up: dict, rows: Rows):
 
 def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: dict):
     """Apply layer `i` to the residual stream `x` [b, t, d]: attention, then MLP, each added to the
-    stream and each with a norm before it.
+    stream and each with a norm before it. Attention reads `x`, before `terms` are added to it.
 
     `outputs` has the stream after each earlier layer, `gates` are from `coefficients`."""
     cfg, params = model.cfg, model.params
@@ -533,9 +533,9 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     """Return (weighted sum of all losses, unweighted sum of next-token losses), float32, in nats.
 
     Shapes: features [t, d], head [v, d], targets (int) and weights (float) [t, targets]. Tokens
-    whose first weight is 0 are excluded from the unweighted sum. `pointed`: see mix_pointed. Logits
-    are recomputed chunk by chunk in the backward pass. Training uses fused_cross_entropy instead
-    when logits are capped; both give the same result."""
+    whose first weight is 0 are excluded from the unweighted sum. `pointed`: see mix_pointed. The
+    backward pass recomputes logits chunk by chunk. If logits are capped, training uses the equal
+    fused_cross_entropy (Part V)."""
     wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
 
     @jax.checkpoint
@@ -648,8 +648,9 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     2024; record 43)."""
     param = old["params"]
     if cfg.slow_rate:  # "ANVIL": two averages of the gradient
-        update, fast, average = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
-        new = {"fast": fast, "slow": average}
+        update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
+        new = {"fast": fast, "slow": slow}
+        average = slow  # for weight decay
     else:
         average = old["fast"] + (1 - hyper.momentum) * (grad - old["fast"])
         update = grad + hyper.momentum * (average - grad)  # Nesterov momentum
@@ -715,7 +716,7 @@ class Param:
     optimizer: str  # rule: anvil, adam, or rows (Adam with one second moment per row of a table)
     updated_by: str  # program that applies the rule: anvil (every step), adam, or tables (seldom)
     lr: float
-    decay: float = 0.0  # weight decay: a step subtracts lr * lr * decay times the weight
+    decay: float = 0.0  # weight decay: a step subtracts lr * lr * decay (* scale) of a weight
     betas: tuple[float, float] = (0.0, 0.0)  # of adam and rows
     scale: tuple[float, ...] = ()  # for anvil: factor on the learning rate per matrix of the bank
     averages: tuple[tuple[str, float], ...] = ()  # (kind of average, share of the way to it)
@@ -1129,7 +1130,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     """Train from the start, or from the checkpoint `saved`, to the end; return the run's folder.
     The clock covers every training step, data loading and intermediate checkpoints; setup
     (`prepare`), validation and the final checkpoint are excluded; the last averaging is counted.
-    Functions that are not in this section are in Part IV. Checkpoints, and the stop after a
+    Functions of logging and set-up are in Part IV. Checkpoints, and the stop after a
     signal, happen at the next step at which no gradients are being accumulated."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
@@ -1271,7 +1272,7 @@ class Config:
     own values: ngram_rows=84602880 ngram_ids=raw."""
 
     preset: str = "speedrun"
-    without: str = ""  # names from IDEAS to disable, separated by commas; "all" disables all
+    without: str = ""  # names from IDEAS to disable, with commas; "all": all except PLAIN_HAS
     # ---- The recipe: settings that determine the loss ----
     seed: int = 0
     # Model. Layers are counted from 0.
@@ -1358,7 +1359,7 @@ class Config:
     rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta of the fast average, and its weight
     slow_rate: float = 0.02  # 1 - beta of the slow average, with the remaining weight; 0 disables
     equalize_rate: float = 0.1  # 1 - beta of the mean squares in `equalize`; 0 disables it
-    cautious: bool = True  # weight decay only where the update, or its average, shrinks the weight
+    cautious: bool = True  # weight decay only where the update (ANVIL: average) shrinks the weight
     lr_adam: float = 0.008  # base learning rate of Adam
     decay_adam: float = 0.005  # each step removes lr * lr * decay_adam of a weight
     adam_eps: Positive[float] = 1e-10
@@ -1377,7 +1378,7 @@ class Config:
     val_windows: Positive[tuple[int, int]] = (768, 2560)  # of short and long layers
     target: float = 3.28  # loss to reach, in nats per token; 0 disables it
     data: str = "data/fineweb10B"  # folder of token shards
-    # ---- The machine: settings that affect only speed and output ----
+    # ---- The machine: speed and output; `devices` and `micro_tokens` can shorten rows ----
     devices: Machine[int] = 0  # 0 uses all; with more devices than rows, rows are shortened
     # "auto" uses all kernels that suit the run, "plain" none, "attend,blend" only these two.
     kernels: Machine[str] = "auto"
@@ -3238,8 +3239,8 @@ class TokenStream:
 
     A cursor is a position in this stream. The first epoch reads shards from beginning to end. Later
     epochs read a shard's documents in random order, or without doc_cap its rows, cut at other
-    places. The order depends only on `seed` and the shard's number in the stream, so a cursor is
-    enough to resume."""
+    places. This follows from `seed`, the shard's number and the row length: a cursor suffices to
+    resume."""
 
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1, seed: int = 0):
         names = {path: SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")}

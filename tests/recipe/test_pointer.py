@@ -210,7 +210,7 @@ def test_the_mixture_against_float64(loss, ids):
     """Of a validation: the chances of the softmax over all ids, or the given ones, among them
     `<copy>`, 97, and of the pointer; and that the chances of all tokens add up to one."""
     tokens, x, params = inputs(64)
-    found = {"head": (params["head"][rows_of(tokens, ids).aims.candidates],)} if ids else {}
+    found = {"head": params["head"][rows_of(tokens, ids).aims.candidates]} if ids else {}
     place = {number: i for i, number in enumerate(ids or range(CFG.vocab))}
     rows = rows_of(tokens, ids)
     at = np.vectorize(place.get)(tokens[:, 1:]).astype(np.int32)
