@@ -533,9 +533,8 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     """Return (weighted sum of all losses, unweighted sum of next-token losses), float32, in nats.
 
     Shapes: features [t, d], head [v, d], targets (int) and weights (float) [t, targets]. Tokens
-    whose first weight is 0 are excluded from the unweighted sum. `pointed`: see mix_pointed. The
-    backward pass recomputes logits chunk by chunk. If logits are capped, training uses the equal
-    fused_cross_entropy (Part V)."""
+    whose first weight is 0 are not in the unweighted sum. `pointed`: see mix_pointed. The backward
+    pass recomputes logits. If logits are capped, fused_cross_entropy (Part V), an equal, trains."""
     wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
 
     @jax.checkpoint
