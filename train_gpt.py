@@ -90,9 +90,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-jax.config.update("jax_enable_x64", False)  # overrides JAX_ENABLE_X64: arrays are float32
-jax.config.update("jax_disable_jit", False)  # overrides JAX_DISABLE_JIT: programs are compiled
-
 AXIS = "data"  # the one mesh axis: every device has its own rows
 GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
 
@@ -5684,6 +5681,8 @@ def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
+    jax.config.update("jax_enable_x64", False)  # overrides JAX_ENABLE_X64: arrays are float32
+    jax.config.update("jax_disable_jit", False)  # overrides JAX_DISABLE_JIT: programs are compiled
     before = signal_handlers()
     try:
         # Ctrl-C ends a command at once until it trains: the compiler's threads, or jax that waits

@@ -402,3 +402,12 @@ def test_a_notebook_keeps_its_devices_and_its_signals():
     own = "<built-in function default_int_handler> 1\n"
     bare = f"{own}next, a text of your own: {T.command_for(T.__file__)} TEXT\n"
     assert done.stdout == f"1\n{own}0\n{own}0\n{bare}0\n[0] True\n", done.stderr
+
+
+def test_importing_the_file_changes_nothing_for_the_importer():
+    code = (
+        "import jax, sys; jax.config.update('jax_enable_x64', True); before = sys.stdout.errors\n"
+    )
+    code += "import train_gpt; print(jax.config.jax_enable_x64, sys.stdout.errors == before)"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert done.stdout == "True True\n"
