@@ -6430,7 +6430,6 @@ def rows_of_steps(grads: list, places):
 
 # ---- Attention for any hardware, and the plain forms of Kernels -------------------------------
 
-
 SCORE_BYTES = 2**28  # of the float32 scores that attend_band computes at a time
 
 
@@ -6442,14 +6441,16 @@ def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     there are more, groups of blocks follow one after the other, and the backward pass recomputes
     their scores."""
 
-    def attend(block: Band):
-        scores = jnp.einsum("tnh,snh->nts", block.q, block.k, preferred_element_type=jnp.float32)
-        scores = jnp.where(block.mask, scores * scale, -jnp.inf)
-        probs = jax.nn.softmax(scores, axis=-1).astype(v_btnh.dtype)
-        return jnp.einsum("nts,snh->tnh", probs, block.v)
+    def attend(block: tuple):
+        q, k, v, mask = block
+        scores = jnp.einsum("tnh,snh->nts", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(mask, scores * scale, -jnp.inf)
+        probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("nts,snh->tnh", probs, v)
 
     blocks = band(q_btnh, k_btnh, v_btnh, segments_bt, window)
-    count, _, queries, keys = blocks.mask.shape
+    _, _, _, mask = blocks
+    count, _, queries, keys = mask.shape
     heads = q_btnh.shape[2]
     together = max(1, SCORE_BYTES // (4 * heads * queries * keys))
     if count <= together:
@@ -6459,38 +6460,28 @@ def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     return y.reshape(v_btnh.shape)
 
 
-class Band(NamedTuple):
-    """Blocks of queries, each with all keys that its window can reach."""
-
-    q: jax.Array  # [blocks, size, n, h]
-    k: jax.Array  # [blocks, s, n, h]
-    v: jax.Array  # the same
-    mask: jax.Array  # [blocks, 1, size, s]: which keys a query sees
-
-
 def band_block(t: int, window: int) -> int:
-    """Tokens of a block of queries: the least divisor of t that holds the window, t at most."""
+    """Return the number of queries per block: the smallest divisor of t that is at least the
+    window, or t."""
     return next((n for n in range(max(window, 1), t) if t % n == 0), t)
 
 
-def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
-    """The Band of rows: `size` is that of band_block, s twice as much, the block and the one before
-    it. So the cost grows with t * window. Where size = t there is none before, and s = t."""
+def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> tuple:
+    """Return blocks of queries [blocks, size, n, h] and, for each, all keys and values that its
+    window can reach [blocks, s, n, h], and the mask [blocks, 1, size, s]. A block of keys has the
+    block before it in front, unless there is only one block."""
     t = segments_bt.shape[1]
     size = band_block(t, window)
     past = size if size < t else 0
     query_segments = token_blocks(segments_bt, size)
     key_segments = token_blocks(segments_bt, size, past)
     s = past + size
-    back_ts = jnp.arange(s - size, s)[:, None] - jnp.arange(s)[None, :]
+    back_ts = jnp.arange(past, s)[:, None] - jnp.arange(s)[None]
     near_ts = (back_ts >= 0) & (back_ts <= window)
     mask = near_ts[None] & (query_segments[:, :, None] == key_segments[:, None, :])
-    return Band(
-        q=token_blocks(q_btnh, size),
-        k=token_blocks(k_btnh, size, past),
-        v=token_blocks(v_btnh, size, past),
-        mask=mask[:, None],
-    )
+    q = token_blocks(q_btnh, size)
+    k, v = (token_blocks(x, size, past) for x in (k_btnh, v_btnh))
+    return q, k, v, mask[:, None]
 
 
 ATTEND_PLAIN = functools.partial(attend_heads, attend_band)
