@@ -551,7 +551,10 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
     w_vd = head_vd.astype(x_td.dtype)
     logits_tv = jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32)
     logits_tv = cap_logits(logits_tv, cfg)
-    log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
+    if cfg.logit_cap[0]:  # exp cannot overflow, and without a maximum rounds less
+        log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
+    else:
+        log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
     return log_sum_t[:, None] - jnp.take_along_axis(logits_tv, targets, axis=1)
 
 
@@ -982,16 +985,15 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 def look_up(tables: dict, ids: dict) -> dict:
     """Return name -> rows [..., d] of a table at `ids` [...]; a list if the name has a list of
     tables, as value_tables has."""
+
+    def rows_at(table, wanted):
+        return table.at[wanted].get(mode="promise_in_bounds")
+
     looked_up = {}
     for name, wanted in ids.items():
-        get = functools.partial(rows_at, ids=wanted)
+        get = functools.partial(rows_at, wanted=wanted)
         looked_up[name] = jax.tree.map(get, tables[name])
     return looked_up
-
-
-def rows_at(table, ids):
-    """Return the rows of a table at `ids`, which must be in bounds."""
-    return table.at[ids].get(mode="promise_in_bounds")
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
@@ -3095,9 +3097,7 @@ def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
     for is_on, params in parts:
         if is_on:
             table = table | params(cfg)
-    if cfg.tail or cfg.tail_average:
-        table = with_averages(cfg, table)
-    return table
+    return with_averages(cfg, table)
 
 
 def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> Param:

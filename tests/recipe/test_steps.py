@@ -478,7 +478,7 @@ class Log:
 
 @pytest.fixture(scope="module")
 def part_one(tmp_path_factory, shards):
-    """Train with the source of Parts I to III, of four more sections and of the functions in
+    """Train with the source of Parts I to III, of five more sections and of the definitions in
     `source`, with stand-ins for everything else that `train` uses: on one device, with plain
     kernels, all rows at once."""
     part, folder = ModuleType("part_one"), tmp_path_factory.mktemp("logs")
@@ -486,9 +486,10 @@ def part_one(tmp_path_factory, shards):
     sys.modules["part_one"] = part
     exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
-    for title in ("Devices", "Layout", "Programs", "Attention for any hardware"):
+    titles = "Data checks", "Devices", "Layout", "Programs", "Attention for any hardware"
+    for title in titles:
         exec(f"from __future__ import annotations\n{section(title)}", vars(part))
-    source = T.Prepared, T.prepare
+    source = T.Prepared, T.prepare, T.Clock, T.StepResult, T.log_step, T.check_loss
     for each in source:
         exec("from __future__ import annotations\n" + inspect.getsource(each), vars(part))
     log = Log(part.Clock(), folder)
