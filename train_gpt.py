@@ -3097,7 +3097,9 @@ def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
     for is_on, params in parts:
         if is_on:
             table = table | params(cfg)
-    return with_averages(cfg, table)
+    if cfg.tail or cfg.tail_average:
+        table = with_averages(cfg, table)
+    return table
 
 
 def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> Param:
