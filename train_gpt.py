@@ -1115,9 +1115,8 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
     """Return (mean loss in nats per validation token, dropped n-grams), by a compiled eval_step."""
-    results = [loss(batch) for batch in batches]
-    results = np.array(jax.device_get(results), np.float64)
-    total, dropped = results.sum(axis=0)
+    results = jax.device_get([loss(batch) for batch in batches])
+    total, dropped = np.sum(results, axis=0, dtype=np.float64)
     return float(total) / cfg.val_tokens, int(dropped)
 
 
@@ -3193,7 +3192,8 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
         except BaseException as error:  # also StopIteration: the main thread raises it or ends
             ready.put(error)
 
-    threading.Thread(target=make, daemon=True).start()
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
     try:
         while True:
             try:
@@ -3210,6 +3210,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
         closed.set()
         while not ready.empty():  # otherwise the thread might wait for room
             ready.get()
+        thread.join(STALL_SECONDS)  # Python would end it within a copy to a device, and abort
 
 
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
