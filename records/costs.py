@@ -6,7 +6,6 @@ by itself: an upper bound, as compilers fuse them.
 """
 
 import ast
-import hashlib
 import json
 import math
 import re
@@ -31,7 +30,6 @@ import numpy as np
 
 FILE = T.train.__code__.co_filename
 TREE = ast.parse(T.SOURCE)
-SHA = hashlib.sha256(T.SOURCE.encode()).hexdigest()
 NAMED = [node for node in TREE.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 OWNER = {  # line -> the function or class at the top of the file that holds it
     line: node.name for node in NAMED for line in range(node.lineno, node.end_lineno + 1)
@@ -366,7 +364,7 @@ def sums(costs: dict[int, Cost]) -> list[float]:
 
 
 def shares(costs: dict[int, Cost]) -> dict[int, list[float]]:
-    """Line -> its shares of the three sums, the dearest lines first."""
+    """Line -> its shares of the three sums, the most expensive lines first."""
     wholes = sums(costs)
     found = {}
     for line, cost in costs.items():
