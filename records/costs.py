@@ -187,6 +187,7 @@ class Watch:
         own = own if len(own) > 1 else {}  # one alone may count something else
         for name, value in values.items():
             shape = getattr(value, "shape", ())
+            shape = shape if isinstance(shape, tuple) else ()  # jnp.shape is a function
             own = dict(zip(letters_at_end(name, len(shape)), shape, strict=False)) | own
         for name in names:
             if text := described(name, values.get(name), self.sizes | own):

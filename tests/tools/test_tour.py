@@ -148,7 +148,7 @@ def page_of(preset: str) -> str:
         return path.read_text()
 
 
-@pytest.mark.parametrize("preset", mostly_slow(["plain", "speedrun"], {"plain"}))
+@pytest.mark.parametrize("preset", mostly_slow(["tiny", "speedrun"], {"tiny"}))
 def test_the_page_of_a_whole_step(preset):
     page = page_of(preset)
     assert len(page.encode()) < 10**6
@@ -159,10 +159,10 @@ def test_the_page_of_a_whole_step(preset):
 
 def test_the_ten_most_expensive_lines_are_at_the_top():
     """By the sum of their shares, with the code that they have in the file."""
-    step, costs = step_of("plain")
+    step, costs = step_of("tiny")
     flops, size, _ = C.sums(costs)
     sums = {line: x.flops.total() / flops + x.bytes.total() / size for line, x in costs.items()}
-    top, _ = page_of("plain").split("<h2>Index</h2>")
+    top, _ = page_of("tiny").split("<h2>Index</h2>")
     found = [int(line) for line in re.findall(r"<a href=#L(\d+)>\d+</a>", top)]
     assert found == sorted(sums, key=sums.get, reverse=True)[:10]
     text = Elements(top).text
@@ -258,7 +258,7 @@ document.title = JSON.stringify(found)
 @pytest.mark.skipif(not BROWSER, reason="needs a browser: chromium")
 @pytest.mark.parametrize("width", [400, 1400])
 def test_in_a_browser(tmp_path, width):
-    head, rest = page_of("plain").split("<style>")
+    head, rest = page_of("tiny").split("<style>")
     note = "<script>const errors = []; onerror = text => errors.push(text)</script>"
     page = tmp_path / "page.html"
     page.write_text(f"{head}{note}<style>{rest}{CHECK}")
