@@ -6,7 +6,6 @@ by itself: an upper bound, as compilers fuse them.
 """
 
 import ast
-import hashlib
 import json
 import math
 import re
@@ -31,7 +30,6 @@ import numpy as np
 
 FILE = T.train.__code__.co_filename
 TREE = ast.parse(T.SOURCE)
-SHA = hashlib.sha256(T.SOURCE.encode()).hexdigest()
 NAMED = [node for node in TREE.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 OWNER = {  # line -> the function or class at the top of the file that holds it
     line: node.name for node in NAMED for line in range(node.lineno, node.end_lineno + 1)
@@ -189,6 +187,7 @@ class Watch:
         own = own if len(own) > 1 else {}  # one alone may count something else
         for name, value in values.items():
             shape = getattr(value, "shape", ())
+            shape = shape if isinstance(shape, tuple) else ()  # jnp.shape is a function
             own = dict(zip(letters_at_end(name, len(shape)), shape, strict=False)) | own
         for name in names:
             if text := described(name, values.get(name), self.sizes | own):
@@ -366,7 +365,7 @@ def sums(costs: dict[int, Cost]) -> list[float]:
 
 
 def shares(costs: dict[int, Cost]) -> dict[int, list[float]]:
-    """Line -> its shares of the three sums, the dearest lines first."""
+    """Line -> its shares of the three sums, the most expensive lines first."""
     wholes = sums(costs)
     found = {}
     for line, cost in costs.items():

@@ -1,27 +1,24 @@
-"""train_gpt.py as a page that says beside each line what flows there and what it costs.
+"""Make a web page of train_gpt.py that shows next to each line what it assigns and what it costs.
 
     python records/tour.py [PRESET] [--set ...] [--program NAME] [--bench DIR] [--out FILE.html]
-    python records/tour.py --pages    # renew records/pictures/*.html and README.md's table of lines
 
-One HTML file, by tracing a step on eight devices that need not be there, or on --set devices=N, in
-some fifteen seconds. The step is the first that ends with every kind of update, or only its program
-NAME. Lines that it does not touch are folded. Printed is a table of the dearest lines, in Markdown.
+The page is one HTML file that needs no network, and takes about fifteen seconds. A step is traced,
+not run, for eight devices (or --set devices=N), none of which has to exist. The step is the first
+one that ends with every kind of update; --program NAME traces only one of its programs. Lines that
+the step does not use are folded. A table at the top lists the ten most expensive lines.
 
---bench DIR adds the milliseconds by line of what `bench.py --profile DIR` has traced. --ideas
-traces the step once more without each idea of README.md's table, three seconds each. --chip "TPU v6
-lite" takes the kernels for such TPUs, instead of the plain forms.
+--bench DIR adds the time of each line, from a trace by `bench.py --profile DIR`. --ideas also shows
+what each idea in README.md's table costs; it traces the step again without it, three seconds each.
+--chip "TPU v6 lite" uses the kernels for these TPUs instead of the plain functions.
 """
 
 import ast
 import dataclasses
 import html
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,8 +33,6 @@ from costs import NAMED, OWNER, TREE, Step, Watch, amount
 import train_gpt as T
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = "plain", "speedrun"  # presets whose pages are in records/pictures
-MARKS = "<!-- tour.py --pages writes from here -->\n", "\n<!-- to here -->"
 LINES = T.SOURCE.splitlines()
 DEFINED = {node.name: node.lineno for node in NAMED}
 PART_2 = LINES.index("# PART II: THE IDEAS OF THE RECORD")  # the line before it
@@ -119,24 +114,6 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 def link(line: int, text) -> str:
     """A link to a line."""
     return f"<a href=#L{line}>{text}</a>"
-
-
-def dearest(costs: dict) -> list[tuple[int, str, list[str]]]:
-    """(line, its code, shares of FLOPs, bytes and time) of the ten dearest lines."""
-    found = []
-    for line, each in [row for row in C.shares(costs).items() if any(row[1])][:10]:
-        code = LINES[line - 1].strip() if line else "no line of train_gpt.py"
-        found.append((line, code, [f"{share:.1%}" if share else "" for share in each]))
-    return found
-
-
-def markdown(preset: str, costs: dict) -> str:
-    """The dearest lines of a preset as a table."""
-    rows = [f"| `{preset}`: in | line | FLOPs | bytes | time |", "|---|---|---|---|---|"]
-    for line, code, each in dearest(costs):
-        code = code.replace("|", r"\|")
-        rows.append(f"| `{OWNER.get(line, '')}` | `{code}` | {' | '.join(each)} |")
-    return "\n".join(rows)
 
 
 # ---- The page -----------------------------------------------------------------------------------
@@ -287,6 +264,16 @@ class Page:
                 items.append(kind + link(line, as_html(LINES[line - 1].strip("#- "))))
         return f"<p>From the loop down: {stops}</p><ul>{''.join(items)}</ul>"
 
+    def top_lines(self) -> str:
+        """A table of the ten most expensive lines."""
+        rows = []
+        for line, shares in [x for x in self.shares.items() if any(x[1])][:10]:
+            code = LINES[line - 1].strip() if line else "no line of train_gpt.py"
+            code = link(line, f"<code>{as_html(code)}</code>")
+            percent = [f"{share:.1%}" if share else "" for share in shares]
+            rows.append([OWNER.get(line, ""), link(line, line), code, *percent])
+        return table(["function", "line", "code", "FLOPs", "bytes", "time"], rows)
+
     def sum_table(self) -> str:
         """What the lines add up to, beside what flops_per_token says."""
         step = self.step
@@ -321,12 +308,7 @@ class Page:
     def html(self, found: list[Idea], devices: str) -> str:
         """The whole page; times are of these `devices`."""
         step = self.step
-        rows = []
-        for line, code, each in dearest(self.costs):
-            code = f"<code>{as_html(code)}</code>"
-            rows.append([OWNER.get(line, ""), link(line, line), link(line, code), *each])
         facts = {
-            "sha": C.SHA,
             "preset": as_html(step.cfg.preset),
             "devices": step.mesh.size,
             "number": step.number + 1,
@@ -338,7 +320,7 @@ class Page:
             if devices
             else "not measured",
             "index": self.index(),
-            "dearest": table(["function", "line", "code", "FLOPs", "bytes", "time"], rows),
+            "top": self.top_lines(),
             "sums": self.sum_table(),
             "ideas": self.idea_table(found),
             "source": "\n".join(self.source()),
@@ -348,8 +330,8 @@ class Page:
         return re.sub(r"\{\{(\w+)\}\}", lambda found: str(facts[found[1]]), form)
 
 
-def annotate(asked: T.Config, args, path: Path) -> str:
-    """Write the page of a config; its dearest lines as Markdown."""
+def write_page(asked: T.Config, args):
+    """Write the page of a config to the file --out."""
     with Watch(asked) as watch:
         step = Step.of(asked, args.program, args.chip)
         t = step.stage.row_tokens
@@ -363,30 +345,8 @@ def annotate(asked: T.Config, args, path: Path) -> str:
     devices = ""
     if args.bench:
         devices = C.add_times(costs, Path(args.bench, "lines.json"), next(iter(step.programs)))
-    path.write_text(Page(step, costs, watch).html(found, devices))
-    T.tell(f"wrote {path}")
-    return markdown(asked.preset, costs)
-
-
-def renew_pages(args):
-    """The pages of PAGES and README.md's table. The time of `plain` is measured here, on one
-    device, as several wait for each other; nobody has a trace of `speedrun` by lines."""
-    args.ideas = True
-    tables = []
-    with tempfile.TemporaryDirectory() as folder:
-        bench = [sys.executable, ROOT / "records/bench.py", "plain", "--profile", folder]
-        for preset in PAGES:
-            args.bench = folder if preset == "plain" else None
-            if args.bench:
-                environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-                command = [*bench, "--set", "steps=8", "devices=1"]
-                subprocess.run(command, env=environment, check=True)
-            path = ROOT / f"records/pictures/{preset}.html"
-            tables.append(annotate(T.PRESETS[preset], args, path))
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    readme.write_text(before + MARKS[0] + "\n\n".join(tables) + MARKS[1] + after)
+    Path(args.out).write_text(Page(step, costs, watch).html(found, devices))
+    T.tell(f"wrote {args.out}")
 
 
 def main(argv=None) -> int:
@@ -399,16 +359,12 @@ def main(argv=None) -> int:
         add("--ideas", action="store_true", help="also what each idea costs")
         add("--chip", default="", metavar="KIND", help="with kernels for TPUs of this kind")
         add("--out", default="tour.html", metavar="FILE.html", help="where the page goes")
-        add("--pages", action="store_true", help="renew the pages and table of this repository")
         args = parser.parse_args(argv)
         T.need(not (args.ideas and args.program), "--ideas is of a whole step: leave out --program")
         jax.config.update("jax_platforms", "cpu")  # whatever is here: nothing is computed
         if jax.config.jax_num_cpu_devices < 0:
             jax.config.update("jax_num_cpu_devices", 8)
-        if args.pages:
-            renew_pages(args)
-        else:
-            print(annotate(T.resolve(args), args, Path(args.out)))
+        write_page(T.resolve(args), args)
 
     return T.report_errors(run)
 

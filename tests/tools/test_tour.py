@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import subprocess
+import tempfile
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,12 +15,11 @@ from types import SimpleNamespace
 import costs as C
 import pytest
 import tour
-from conftest import ROOT, mostly_slow
+from conftest import mostly_slow
 
 import train_gpt as T
 
 PRESETS = {"plain", "tiny", "speedrun"}
-PAGES = [ROOT / f"records/pictures/{preset}.html" for preset in tour.PAGES]
 PLAIN_NAMES = {"cross_entropy": "cross_entropy", "attend": "attend_heads"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 
@@ -129,12 +129,46 @@ def test_an_idea_has_its_lines_and_its_share(monkeypatch):
 def test_a_page_by_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert tour.main(["plain", "--program", "adam", "--out", "adam.html"]) == 0
-    assert capsys.readouterr().out.startswith("wrote adam.html\n| `plain`: in | line |")
+    assert capsys.readouterr().out == "wrote adam.html\n"
     page = Path("adam.html").read_text()
     assert len(page) < 10**6 and "(programs adam;" in page
-    for kernel in PLAIN_NAMES:  # it leads to what the step takes for it
+    for kernel in PLAIN_NAMES:  # its link goes to the plain function that the step uses for it
         assert f"kernels.<a href=#L{tour.DEFINED[PLAIN_NAMES[kernel]]}>{kernel}</a>" in page
     holds_together(page)
+
+
+@functools.cache
+def page_of(preset: str) -> str:
+    """The page of a preset, with the first row of the table of ideas."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder, "page.html")
+        first = tour.idea_rows()[:1]
+        patch.setattr(tour, "idea_rows", lambda: first)
+        assert tour.main([preset, "--ideas", "--out", str(path)]) == 0
+        return path.read_text()
+
+
+@pytest.mark.parametrize("preset", mostly_slow(["tiny", "speedrun"], {"tiny"}))
+def test_the_page_of_a_whole_step(preset):
+    page = page_of(preset)
+    assert len(page.encode()) < 10**6
+    holds_together(page)
+    assert {"f", "b"} <= {*re.findall(r"<u class=(\w) ", page)}
+    assert page.count("<button data-idea=") == 1
+
+
+def test_the_ten_most_expensive_lines_are_at_the_top():
+    """By the sum of their shares, with the code that they have in the file."""
+    step, costs = step_of("tiny")
+    flops, size, _ = C.sums(costs)
+    sums = {line: x.flops.total() / flops + x.bytes.total() / size for line, x in costs.items()}
+    top, _ = page_of("tiny").split("<h2>Index</h2>")
+    found = [int(line) for line in re.findall(r"<a href=#L(\d+)>\d+</a>", top)]
+    assert found == sorted(sums, key=sums.get, reverse=True)[:10]
+    text = Elements(top).text
+    assert all(tour.LINES[line - 1].strip() in text for line in found)
+    first = costs[found[0]]
+    assert f"{first.flops.total() / flops:.1%}{first.bytes.total() / size:.1%}" in text
 
 
 class Elements(HTMLParser):
@@ -197,14 +231,6 @@ def holds_together(page: str):
     assert all(math.isclose(x, 100, abs_tol=0.05) for x in bars.values()), bars
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_pages_are_those_of_the_source(path):
-    page = path.read_text()
-    assert f"<meta name=source content={C.SHA}>" in page, "python records/tour.py --pages"
-    assert len(page.encode()) < 10**6
-    holds_together(page)
-
-
 def test_stops_are_functions():
     assert {*tour.STOPS.split()} <= {*tour.DEFINED}
 
@@ -230,10 +256,9 @@ document.title = JSON.stringify(found)
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs a browser: chromium")
-@pytest.mark.parametrize("preset,width", [("plain", 400), ("speedrun", 1400)])
-def test_in_a_browser(tmp_path, preset, width):
-    page = ROOT / f"records/pictures/{preset}.html"
-    head, rest = page.read_text().split("<style>")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_in_a_browser(tmp_path, width):
+    head, rest = page_of("tiny").split("<style>")
     note = "<script>const errors = []; onerror = text => errors.push(text)</script>"
     page = tmp_path / "page.html"
     page.write_text(f"{head}{note}<style>{rest}{CHECK}")
