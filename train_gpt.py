@@ -6693,10 +6693,10 @@ def flat(x):
 
 # ---- The launcher of kernels: Pallas with names ------------------------------------------------
 
-# A Pallas kernel is a function, its body, that runs once per step of a grid. It gets references
-# instead of arrays: r.x[...] reads, and r.x[...] = y writes. If an array is in the device's memory,
-# its reference is one block per step, selected by a pl.BlockSpec. Scratch memory keeps its contents
-# from one step to the next. Shapes in the comments next to operands are the shapes of references.
+# A Pallas kernel is a function that runs once per step of a grid. It gets references instead of
+# arrays: r.x[...] reads, and r.x[...] = y writes. For inputs and outputs they refer to one block
+# per step, selected by a pl.BlockSpec. Scratch memory keeps its contents from one step to the next.
+# Shapes in the comments next to operands are the shapes of references.
 
 from jax.experimental import pallas as pl  # here, since no section above uses it
 from jax.experimental.pallas import tpu as pltpu  # only for TPU kernels
@@ -6705,13 +6705,13 @@ KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM 
 
 
 class Operands(NamedTuple):
-    """The operands of a kernel by name. A value may be a list of arrays, or None: then so is the
-    reference. Each block_spec is a function from an array to the pl.BlockSpec of its blocks."""
+    """Operands of a kernel by name. `block_spec` is a function from an array to its pl.BlockSpec.
+    Instead of an array, a list of arrays or None is possible; references then are the same."""
 
     inputs: dict  # name -> (array, block_spec)
     outputs: dict  # name -> (array or jax.ShapeDtypeStruct with the output's shape, block_spec)
     scratch_shapes: dict = {}  # name -> pltpu.VMEM(shape, dtype); uninitialized at first
-    scalars: dict = {}  # name -> array in scalar memory (scalar prefetch), passed to index maps too
+    scalars: dict = {}  # name -> array for scalar prefetch; index maps get this dict, too
 
 
 def as_one_block(x):
@@ -6734,18 +6734,15 @@ def without_specs(operands: dict) -> tuple[OrderedDict, OrderedDict]:
 
 
 def run_kernel(name: str, grid: dict, operands: Operands, body: Callable, tiles=None, aliases=None):
-    """Call pl.pallas_call and return the outputs by name.
+    """Call pl.pallas_call and return the outputs by name. `grid`: axis -> number of steps. `body`
+    gets one object with all references and the step on each axis. `aliases`: input_output_aliases.
 
-    `grid` is axis -> number of steps. `body` gets one object: its attributes are the references and
-    the step on each axis. `aliases`: input_output_aliases (number of the input -> of the output).
-
-    With `tiles` Triton compiles the kernel for NVIDIA GPUs, without scratch memory and scalars; its
-    steps have no order. Other kernels are for TPUs, which run the steps in order, the last axis
-    fastest. TPUs double-buffer all blocks except as_one_block. On a CPU kernels are interpreted."""
+    With `tiles` Triton compiles for NVIDIA GPUs, without scratch memory and scalars, and steps have
+    no order. Other kernels are for TPUs: steps run in order, the last axis fastest, and all blocks
+    except as_one_block are double-buffered. On a CPU kernels are interpreted."""
     interpret = compiled_for() == "cpu"
     arrays, in_specs = without_specs(operands.inputs)
     shapes, out_specs = without_specs(operands.outputs)
-    scratch_shapes = OrderedDict(operands.scratch_shapes)
 
     def kernel(scalars, inputs, outputs, scratch):
         steps = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
@@ -6758,15 +6755,14 @@ def run_kernel(name: str, grid: dict, operands: Operands, body: Callable, tiles=
     else:
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
-            # Otherwise XLA moves some arrays into VMEM ahead of some calls, and libtpu compiles the
-            # kernel again for each such choice.
+            # XLA would move arrays into VMEM ahead of some calls: libtpu compiles for each choice.
             in_hbm = functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
             arrays = jax.tree.map(in_hbm, arrays)
             shapes = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), shapes)
-    # The first argument, a dict of scalars, is prefetched.
-    specs = {"in_specs": [in_specs], "out_specs": out_specs, "scratch_shapes": [scratch_shapes]}
-    grid_spec = pltpu.PrefetchScalarGridSpec(1, grid=tuple(grid.values()), **specs)
-    how = {"name": name, "grid_spec": grid_spec, "compiler_params": params, "interpret": interpret}
+    scratch = [OrderedDict(operands.scratch_shapes)]
+    steps = tuple(grid.values())  # 1: the first argument, the dict of scalars, is prefetched
+    spec = pltpu.PrefetchScalarGridSpec(1, steps, [in_specs], out_specs, scratch)
+    how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
     call = pl.pallas_call(kernel, shapes, input_output_aliases=aliases or {}, **how)
     return dict(call(OrderedDict(operands.scalars), arrays))
 
@@ -6853,10 +6849,9 @@ class Plan:
         return numbers * (jnp.dtype(dtype).itemsize + 4)
 
     def part(self, j: int) -> tuple[slice, slice]:
-        """Return slices (keys in the block j before, queries in a block) of visible scores.
-
-        Either everything, or the last half of the keys and the first half of the queries (a quarter
-        of the scores): most windows of the record end in the middle of a block."""
+        """Slices (keys in the block j before, queries in a block) of visible scores: all, or the
+        last half of the keys and the first half of the queries (a quarter of the scores). Most
+        windows of the record end in the middle of a block."""
         half = self.block // 2
         if j and j * self.block - self.reach >= half:
             return slice(half, self.block), slice(0, half)
@@ -6868,9 +6863,8 @@ class Plan:
         return "_".join(["window", direction, *map(str, numbers)])
 
     def block_specs(self, block_at: Callable) -> tuple[Callable, Callable]:
-        """Return two functions from an array to the pl.BlockSpec that selects block block_at(i) at
-        step i: for arrays [b, t, columns], and for [b, columns, t] or, for all rows, [1, columns,
-        t]."""
+        """The block_spec of arrays [b, t, columns], and that of [b or 1, columns, t], for
+        Operands. Step i has block block_at(i)."""
 
         def in_rows(x):
             shape = 1, self.block, x.shape[2]
@@ -7022,10 +7016,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         like = jax.ShapeDtypeStruct(shape, dtype) if save else None
         return like, spec
 
-    scalars = {
-        "earliest": arrays["earliest"],  # [b, blocks]: see attend_tpu
-        "scale": arrays["scale"],  # [1]
-    }
+    scalars = {name: arrays[name] for name in ("earliest", "scale")}  # see attend_tpu
     inputs = {
         "qkv": (arrays["qkv"], in_rows),  # [1, block, n (2 h + v)]
         "added": (arrays["added"], in_rows),  # [1, block, n LANES]: is added to v
@@ -7114,10 +7105,8 @@ def enter_values(plan: Plan, r, slot):
 
 
 def look_back(plan: Plan, r, j: int, visible: Callable):
-    """Add the weighted values of block i - j to the sums of the queries of block i.
-
-    All scores come first: the compiler keeps this order, and so has other work to overlap with the
-    latency of each matmul."""
+    """Add the weighted values of block i - j to the sums of the queries of block i. All scores come
+    first: the compiler keeps this order, and so can overlap the latency of each matmul."""
     h = plan.heads.qk_width
     keys, queries = plan.part(j)
     slot = lax.rem(r.i - j + plan.slots, plan.slots)
@@ -7208,12 +7197,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         "y_grad": (y_grad, in_rows),  # [1, block, n v]
         "saved_k": (saved["saved_k"], in_rows),
         "saved_v": (saved["saved_v"], in_rows),
-        "starts": (arrays["starts"], in_columns),
-        "xsa": (arrays["xsa"], in_columns),
-        "gates": (arrays["gates"], in_columns),
-        "saved_q": (saved["saved_q"], in_columns),
-        "saved_y": (saved["saved_y"], in_columns),
-        "log_sums": (saved["log_sums"], in_columns),
+        **{name: (arrays[name], in_columns) for name in ("starts", "xsa", "gates")},
+        **{name: (saved[name], in_columns) for name in ("saved_q", "saved_y", "log_sums")},
         # Block i - delay, which is finished in this step.
         "old_qkv": (arrays["qkv"], old_in_rows),
         "old_added": (arrays["added"], old_in_rows),
@@ -7412,10 +7397,8 @@ attend_tpu_arrays.defvjp(attend_tpu_forward, attend_tpu_backward)
 
 def transposed_rope_tables(freqs, token_positions):
     """Return cos and sin of evenly spaced positions [kinds, t] * freqs: [kinds, frequencies, t].
-
-    The addition theorem combines angles of every 128th token with angles of the first 128. On a
-    TPU, cosines of all positions are predicted to take longer than some layers do
-    (records/NOTES.md)."""
+    The addition theorem combines angles of every 128th token with angles of the first 128: cosines
+    of all positions are predicted to take longer than some layers on a TPU (records/NOTES.md)."""
     near = (token_positions[:, :128] - token_positions[:, :1])[:, None, None]
     far = token_positions[:, None, ::128, None]
     angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in (far, near)]
@@ -7464,10 +7447,8 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
 
 
 def blend_inputs(x, weights, sources) -> tuple[dict, dict]:
-    """Return (inputs, grid) for both kernels of blend_tpu.
-
-    A matmul spreads the weights [t, k, g] of k sources over d features, d / g for each weight:
-    w @ hot[j] is [block, d], the weights of source j."""
+    """Return (inputs, grid) for both kernels of blend_tpu. A matmul spreads the weights [t, k, g]
+    of k sources over d features, d / g for each weight: w @ hot[j] is [block, d] for source j."""
     t, d = flat(sources[0]).shape
     dtype = sources[0].dtype
     k, g = weights.shape[2:]
@@ -7556,11 +7537,10 @@ ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
 
 
 def meetings(ids, rows: int, block: int):
-    """Return (tile, block), int32 [steps]: which tile meets which block at each step.
-
-    A tile is ROW_TILE of the `rows` of a table; a block is `block` tokens, whose ids ascend. Every
-    tile has at least one step, even if no token uses it. Tiles and blocks both ascend, so at most
-    tiles + blocks - 1 steps are needed; unneeded steps have the number of blocks as their block."""
+    """Return (tile, block), int32 [steps]: which tile meets which block at each step. A tile is
+    ROW_TILE of the `rows` of a table, a block is `block` tokens with ascending ids. Every tile has
+    a step, even if no token uses it. Tiles and blocks both ascend, so at most tiles + blocks - 1
+    steps are needed; unneeded steps have the number of blocks as their block."""
     tiles = -(-rows // ROW_TILE)
     blocks = ids.size // block
     first_ids = jnp.arange(tiles + 1) * ROW_TILE
@@ -7588,7 +7568,7 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
         rows = [x[order] for x in rows]
     dtype = rows[0].dtype
     tile_of_step, block_of_step = meetings(ids, v // tables, block)
-    steps = tile_of_step.size
+    steps = len(tile_of_step)
     blocks = ids.size // block
 
     def of_block(x):
@@ -7601,15 +7581,11 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
         """The tile of this step, of all tables."""
         return pl.BlockSpec((tables, ROW_TILE, d), lambda i, r: (0, r["tile"][i + 1], 0))
 
-    scalars = {
-        # [steps + 2]: padded with -1, which is no tile, before the first step and after the last
-        "tile": jnp.pad(tile_of_step, 1, constant_values=-1),
-        "block": block_of_step,  # [steps]
-    }
-    inputs = {
-        "ids": (ids.reshape(blocks, 1, block), of_block),  # [1, 1, block]
-        "rows": (rows, of_block),  # [block, d] each
-    }
+    # "tile" is padded with -1, which is no tile, before the first step and after the last.
+    tile_of_step = jnp.pad(tile_of_step, 1, constant_values=-1)
+    scalars = {"tile": tile_of_step, "block": block_of_step}
+    # References are [1, 1, block], and for each table [block, d].
+    inputs = {"ids": (ids.reshape(blocks, 1, block), of_block), "rows": (rows, of_block)}
     outputs = {"sums": (jax.ShapeDtypeStruct((tables, v // tables, d), dtype), of_tile)}
     scratch_shapes = {"total": pltpu.VMEM((tables, ROW_TILE, d), jnp.float32)}  # sums, not rounded
 
@@ -7687,12 +7663,10 @@ def sum_tiles(first, last, tile: int, add: Callable, *shapes):
 
 
 def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
-    """Call run_kernel with a step for each block of each head and row.
-
-    body(r, positions of the block's tokens in the row) has references to one block of each array
-    in `blocks` and `outputs` (name -> array, or jax.ShapeDtypeStruct), and to a full row of each
-    array in `rows`. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]. References are [tokens,
-    h or v], or [tokens]."""
+    """Call run_kernel with a step for each block of each head and row. body(r, positions of the
+    block's tokens in the row) has references to a block of each array in `blocks` and `outputs`
+    (name -> array or jax.ShapeDtypeStruct), and to a full row of each array in `rows`. Arrays are
+    [b, t, n, h or v], [b, n, t] or [b, t], and references [tokens, h or v] or [tokens]."""
     b, t, n, _ = (blocks | rows)["q"].shape
 
     def block_spec(tokens: int, block_at: Callable, x):
@@ -7812,8 +7786,7 @@ attend_gpu_arrays.defvjp(attend_gpu_forward, attend_gpu_backward)
 
 def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     """attend_plain in one kernel forward and two backward. Needs rows of a multiple of 128 tokens
-    (otherwise their end is left out), widths of heads that are powers of two, and scores up to
-    MAX_SCORE."""
+    (a shorter end is left out), powers of two as widths of heads, and scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
     token = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
@@ -7839,13 +7812,13 @@ LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)
 
 
 def loss_rows(logits_tv, targets, weights, cfg: Config):
-    """Return (losses float32 [t, targets], gradients [t, v] of their weighted sum with respect to
-    the logits before the cap, in the memory of the logits).
+    """Return (losses float32 [t, targets], gradients [t, v] of their weighted sum by the logits
+    before the cap, in the memory of the logits). tanh is the chip's, off by up to 2^-11 of itself,
+    as upstream.
 
     A step reads a row twice, the second time from a cache. XLA's own code reads it from memory
     again, with 63 instructions per logit. (In isolation on an H100, the loss took 13 % less time
-    with this kernel. No whole program with it was timed, see records/NOTES.md.) tanh is the chip's
-    approximation, with a relative error up to 2^-11, as upstream."""
+    with this kernel. No whole program with it was timed, see records/NOTES.md.)"""
     a, b, c = cfg.logit_cap
     half = a / 2
     t, v = logits_tv.shape
@@ -7858,11 +7831,7 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
     def row_of_logits(x):  # in whole tiles: the last may extend beyond the row
         return pl.BlockSpec((None, tiles * tile), lambda i, _: (i, 0))
 
-    inputs = {
-        "z": (logits_tv, row_of_logits),
-        "targets": (targets, row),
-        "weights": (weights, row),
-    }
+    inputs = {"z": (logits_tv, row_of_logits), "targets": (targets, row), "weights": (weights, row)}
     outputs = {
         "grad": (logits_tv, row_of_logits),
         "sum": (jax.ShapeDtypeStruct((t, 1), jnp.float32), row),
