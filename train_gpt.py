@@ -68,6 +68,7 @@ import typing
 import unicodedata
 import urllib.request
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -6504,7 +6505,7 @@ class Softmax(NamedTuple):
     """What gradients of the loss take of a softmax over logits a/2 (1 + squash). Exponentials leave
     out what cancels: that of an id is exp(a/2 squash)."""
 
-    rises_tv: jax.Array  # derivatives of the exponentials by z, divided by a/4c; rounded
+    slopes_tv: jax.Array  # derivatives of the exponentials by z, divided by a/4c, in x's dtype
     sum_t: jax.Array  # float32, of a token's exponentials
     squashed_targets: jax.Array  # float32 [t, targets], of their logits
 
@@ -6522,9 +6523,9 @@ def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
     squashed_tv = squash(z_tv, cfg)
     exponentials_tv = jnp.exp(half * squashed_tv)
     sum_t = jnp.sum(exponentials_tv, axis=1)
-    rises_tv = exponentials_tv * (1 - jnp.square(squashed_tv))
-    # The barrier makes XLA store these, and compute nothing again on the way back.
-    rises_tv = lax.optimization_barrier(rises_tv.astype(x_td.dtype))
+    slopes_tv = exponentials_tv * (1 - jnp.square(squashed_tv))
+    # The barrier makes XLA store the slopes instead of recomputing them in the backward pass.
+    slopes_tv = lax.optimization_barrier(slopes_tv.astype(x_td.dtype))
 
     ids = [targets[:, k] for k in range(targets.shape[1])]
     if pointing:
@@ -6533,7 +6534,7 @@ def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
     z_targets = [jnp.sum(wide_td * head_vd[ids_t].astype(jnp.float32), axis=1) for ids_t in ids]
     squashed_targets = squash(jnp.stack(z_targets, axis=1), cfg)
     losses = jnp.log(sum_t)[:, None] - half * squashed_targets
-    return losses, Softmax(rises_tv, sum_t, squashed_targets)
+    return losses, Softmax(slopes_tv, sum_t, squashed_targets)
 
 
 def loss_gradients(softmax: Softmax, x_td, head_vd, targets, slopes, cfg: Config):
@@ -6565,7 +6566,7 @@ def loss_gradients(softmax: Softmax, x_td, head_vd, targets, slopes, cfg: Config
     target_grads *= 1 - jnp.square(squashed)
 
     ids_v = jnp.arange(len(head_vd))[None]
-    grad_tv = softmax.rises_tv.astype(jnp.float32)
+    grad_tv = softmax.slopes_tv.astype(jnp.float32)
     for k in range(targets.shape[1]):
         column = slice(k, k + 1)
         grad_tv = jnp.where(ids_v == targets[:, column], target_grads[:, column], grad_tv)
@@ -6683,184 +6684,166 @@ def flat(x):
     return x.reshape(-1, x.shape[-1])
 
 
-# ---- The launcher of kernels: jax's Pallas, by names -------------------------------------------
+# ---- The launcher of kernels: Pallas with names ------------------------------------------------
 
-# A kernel is a function, its body, that a core runs once for every step of a grid. It takes no
-# arrays but references: r.x[...] reads what x refers to, and r.x[...] = y writes there. Of an array
-# in the device's memory it has one block at a step, which a pl.BlockSpec cuts out. What one step
-# leaves in memory that the kernel `keeps`, the next step finds there. Shapes beside the references
-# below are those of blocks.
+# A Pallas kernel is a function that runs once per step of a grid. It gets references instead of
+# arrays: r.x[...] reads, and r.x[...] = y writes. For inputs and outputs they refer to one block
+# per step, selected by a pl.BlockSpec. Scratch memory keeps its contents from one step to the next.
+# Shapes in the comments next to operands are the shapes of references.
 
-from jax.experimental import pallas as pl  # here, as no other section uses it
-from jax.experimental.pallas import tpu as pltpu  # what only kernels for TPUs have
+from jax.experimental import pallas as pl  # here, since no section above uses it
+from jax.experimental.pallas import tpu as pltpu  # only for TPU kernels
 
-KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM, a TPU core's own
-ROLES = "scalars", "reads", "writes", "keeps"  # of references, in the order of Pallas
+KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM of a TPU core
 
 
-class Ref(NamedTuple):
-    """What a reference refers to, before a kernel is called."""
+class Operands(NamedTuple):
+    """Operands of a kernel by name. `block_spec` is a function from an array to its pl.BlockSpec.
+    Instead of an array, a list of arrays or None is possible; references then are the same."""
 
-    role: str  # one of ROLES
-    array: jax.Array | jax.ShapeDtypeStruct | list | None  # for a list r.x is one, for None None
-    cut: Callable | None = None  # array -> the pl.BlockSpec of its blocks, such as as_one_block
-
-
-scalars = functools.partial(Ref, "scalars")  # (array): numbers that are there before any block
-reads = functools.partial(Ref, "reads")  # (array, cut)
-writes = functools.partial(Ref, "writes")  # (array, or only its shape and dtype; cut)
-
-
-def keeps(shape: tuple, dtype) -> Ref:
-    """Memory of the kernel itself, in VMEM, from its first step to its last: at first, garbage."""
-    return Ref("keeps", jax.ShapeDtypeStruct(shape, dtype))
+    inputs: dict  # name -> (array, block_spec)
+    outputs: dict  # name -> (array or jax.ShapeDtypeStruct with the output's shape, block_spec)
+    scratch_shapes: dict = {}  # name -> pltpu.VMEM(shape, dtype); uninitialized at first
+    scalars: dict = {}  # name -> array for scalar prefetch; index maps get this dict, too
 
 
 def as_one_block(x):
-    """All of an array as one block, once, for all steps of a kernel."""
+    """Return the pl.BlockSpec that loads all of an array once, for all steps of a kernel."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
 
 def compiled_for() -> str:
-    """The platform that `lower` compiles for: "tpu", "gpu" or "cpu"."""
+    """Return the platform that `lower` compiles for: "tpu", "gpu" or "cpu"."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     return target.platform if target else jax.default_backend()
 
 
-def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles=None, in_place=()):
-    """The one call of Pallas: an object that has what `body` writes, by the names of `refs`, name
-    -> Ref. `body` gets an object with a reference for every name, and with its place on every axis
-    of `grid`, name -> steps.
+def without_specs(operands: dict) -> tuple[OrderedDict, OrderedDict]:
+    """Split name -> (array, block_spec) into the arrays and their block specs. JAX would sort the
+    keys of a plain dict, and so change the order of the kernel's arguments."""
+    arrays = OrderedDict((name, x) for name, (x, _) in operands.items())
+    specs = OrderedDict((name, jax.tree.map(spec, x)) for name, (x, spec) in operands.items())
+    return arrays, specs
 
-    `tiles`: how Triton compiles it for an NVIDIA GPU. It then only reads and writes, and steps have
-    no order. All others are kernels for TPUs, whose core takes the steps in order, the last axis
-    the fastest. What is not as_one_block lies twice in VMEM, to come and go behind the work. XLA
-    may put none of the arrays into VMEM ahead. It would do so in some calls, and libtpu would
-    compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests.
-    `in_place`: pairs of numbers, of an array that is read and of what is written in its place."""
+
+def run_kernel(name: str, grid: dict, operands: Operands, body: Callable, tiles=None, aliases=None):
+    """Call pl.pallas_call and return the outputs by name. `grid`: axis -> number of steps. `body`
+    gets one object with all references and the step on each axis. `aliases`: input_output_aliases.
+
+    With `tiles` Triton compiles for NVIDIA GPUs, without scratch memory and scalars, and steps have
+    no order. Other kernels are for TPUs: steps run in order, the last axis fastest, and all blocks
+    except as_one_block are double-buffered. On a CPU kernels are interpreted."""
     interpret = compiled_for() == "cpu"
-    names = {role: [x for x in refs if refs[x].role == role] for role in ROLES}
+    arrays, in_specs = without_specs(operands.inputs)
+    shapes, out_specs = without_specs(operands.outputs)
 
-    def arrays_of(role: str) -> list:
-        return [refs[x].array for x in names[role]]
-
-    def cuts_of(role: str) -> list:
-        return [jax.tree.map(refs[x].cut, refs[x].array) for x in names[role]]
-
-    def kernel(*references):
-        by_name = dict(zip(itertools.chain(*names.values()), references, strict=True))
+    def kernel(scalars, inputs, outputs, scratch):
         steps = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
-        body(SimpleNamespace(**by_name, **steps))
+        body(SimpleNamespace(**scalars, **inputs, **outputs, **scratch, **steps))
 
-    numbers_ahead = arrays_of("scalars")
-    arrays = arrays_of("reads")
-    shapes = arrays_of("writes")
-    cuts = {"grid": (*grid.values(),), "in_specs": cuts_of("reads"), "out_specs": cuts_of("writes")}
-    if tiles:  # Triton has neither numbers ahead nor memory to keep
+    if tiles:
         from jax.experimental.pallas import triton
 
-        spec = pl.GridSpec(**cuts)
         params = triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
     else:
-        memory = [pltpu.VMEM(x.shape, x.dtype) for x in arrays_of("keeps")]
-        spec = pltpu.PrefetchScalarGridSpec(len(numbers_ahead), scratch_shapes=memory, **cuts)
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
+            # XLA would move arrays into VMEM ahead of some calls: libtpu compiles for each choice.
             in_hbm = functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
             arrays = jax.tree.map(in_hbm, arrays)
             shapes = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), shapes)
+    scratch = [OrderedDict(operands.scratch_shapes)]
+    steps = tuple(grid.values())  # 1: the first argument, the dict of scalars, is prefetched
+    spec = pltpu.PrefetchScalarGridSpec(1, steps, [in_specs], out_specs, scratch)
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
-    how["input_output_aliases"] = dict(in_place)
-    results = pl.pallas_call(kernel, shapes, **how)(*numbers_ahead, *arrays)
-    return SimpleNamespace(**dict(zip(names["writes"], results, strict=True)))
+    call = pl.pallas_call(kernel, shapes, input_output_aliases=aliases or {}, **how)
+    return dict(call(OrderedDict(operands.scalars), arrays))
 
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 
-# One pass over a row in each direction, in blocks of BLOCK tokens, or fewer that divide the row.
-# The heads of a block are side by side as the projection left them, [t, n h]. All costs named here
-# are predicted from compiled kernels (records/NOTES.md); none of the kernels has run on a TPU. By
-# these predictions, what costs most around other attention kernels is not attention. It is arrays
-# that are transposed to [n, t, h], and QK norm and rotation as separate passes. Here these are done
-# once for each block. Its values and rotated keys wait in rings, in VMEM, as long as a window can
-# reach them (2 MiB for short layers at a window of 640; 9 in the backward pass, with gradients).
+# The forward and the backward pass each go through a row once, in blocks of BLOCK tokens, or fewer
+# that divide the row. Heads stay side by side as the projection computed them, [t, n h]. All costs
+# here are predicted from compiled kernels (records/NOTES.md); no kernel has run on a TPU. They
+# predict that with other attention kernels most time goes into transposing arrays to [n, t, h] and
+# into separate passes for QK norm and rotation. Here each block is normed and rotated once. Its
+# values and keys then stay in ring buffers in VMEM while a window can reach them (2 MiB for short
+# layers at a window of 640; 9 MiB with gradients in the backward pass).
 #
-# Scores are kept as [keys, queries]. So the numbers of which each query has one (sum, gate, start
-# of the document) form a row, which is cheap to broadcast. An array is standing if its tokens are
-# columns, [h, tokens], where the projection left them as rows. In the kernels queries, values,
-# outputs and all gradients are standing: QK norm, rotation, XSA and gates are then a few sums over
-# rows. QK norm bounds the scores, so no running maximum is needed. Blocks without visible keys are
-# skipped. The hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
+# Scores are [keys, queries]: numbers per query (sum, gate, start of the document) then form a row,
+# which is cheap to broadcast. Queries, values, outputs and all gradients are transposed in the
+# kernels, to [h, tokens]: QK norm, rotation, XSA and gates become a few sums over rows. QK norm
+# bounds the scores, so no running maximum is needed. Blocks without visible keys are skipped. The
+# hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
 #
-# jax's own splash attention does not norm, rotate or gate: XLA has to, before and after it. Both
-# together are predicted to take five to eight times as long as these kernels (records/NOTES.md).
+# JAX's splash attention has no norm, rotation or gates, so XLA runs them before and after it.
+# Together that is predicted to take five to eight times as long as these kernels.
 
-LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
+LOG2E = math.log2(math.e)  # scales the queries, since the hardware computes 2^x
 LANES = 128  # columns of a tile
-ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
+ONES = 16  # rows of ones below the values, so that one matmul also sums the weights
 # Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more).
-# The sum of 4096 exponentials of them stays within float32, as that of any window in the VMEM.
+# Sums of 4096 exponentials then fit in float32, and no window that fits in VMEM is longer.
 MAX_SCORE = 48.0
-RING_SHARE = 0.7  # of KERNEL_VMEM, for the ring; the rest is for what comes and goes
-# Arrays [b, n, t] that a layer may have: gates of `added`, tanh of those of XSA, gates of outputs.
+RING_SHARE = 0.7  # of KERNEL_VMEM, for the ring; the rest is for blocks that are copied
+# Optional arrays [b, n, t] of a layer: gates of `added`, tanh of the XSA gates, output gates.
 OF_HEADS = "added_gates", "xsa", "gates"
-SAVED = "saved_k", "saved_q", "saved_v", "saved_y", "log_sums"  # what is kept for the way back
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the kernels cut the work of one layer."""
+    """How the kernels tile the work of one layer."""
 
     heads: Heads
     block: int  # tokens
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Heads, width of one in q and k, in v, and tokens of a block."""
+        """Number of heads, width of a head in q and k, width in v, and tokens per block."""
         return self.heads.count, self.heads.qk_width, self.heads.v_width, self.block
 
     @property
     def half(self) -> int:
-        """How many heads do not see each other's keys: all, or the half of them."""
+        """Number of heads that do not see each other's keys: all, or half of them if paired."""
         return self.heads.count // (1 + self.heads.paired)
 
     @property
     def reach(self) -> int:
-        """Tokens back that any query can see."""
+        """Distance in tokens to the earliest key that a query can see."""
         return -(-self.heads.window // (1 + self.heads.paired))
 
     @property
     def slots(self) -> int:
-        """Blocks of keys that a block of queries can see, itself included."""
+        """Number of blocks of keys that a block of queries can see, including its own."""
         return -(-self.reach // self.block) + 1
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(c, o): head of the queries, of the keys, for all products of scores. Of two paired heads
-        either sees the keys of both. Those with o < half are the first of their c, and overwrite
-        what is in its sums; those with c < half are the first of their o."""
+        """All (head c of the queries, head o of the keys) with scores: each of two paired heads
+        sees the keys of both. Pairs with o < half come first for their c, and so overwrite its
+        sums; pairs with c < half come first for their o."""
         n = self.heads.count
         return [(c, o) for c in range(n) for o in range(c % self.half, n, self.half)]
 
     @property
     def delay(self) -> int:
-        """After how many steps of the backward pass a block leaves: when it is complete."""
+        """Number of steps of the backward pass from the start of a block to finish_block."""
         return self.slots + self.heads.offset
 
     @property
     def ring(self) -> int:
-        """Slots of the ring of attend_tpu_backward: a block has one from entering to leaving."""
+        """Number of slots in the ring buffer of attend_tpu_backward."""
         return self.delay + 1
 
     def ring_bytes(self, dtype) -> int:
-        """VMEM of this ring: three arrays of `dtype`, three of float32."""
+        """Bytes of VMEM for this ring buffer: three arrays of `dtype`, three of float32."""
         n, h, v, block = self.sizes
         numbers = self.ring * block * n * (2 * h + v)
         return numbers * (jnp.dtype(dtype).itemsize + 4)
 
     def part(self, j: int) -> tuple[slice, slice]:
-        """(keys of the block j before, queries of a block) that can see each other at all.
-        All, or the last half of the keys and the first half of the queries, 1 score in 4: most
+        """Slices (keys in the block j before, queries in a block) of visible scores: all, or the
+        last half of the keys and the first half of the queries (a quarter of the scores). Most
         windows of the record end in the middle of a block."""
         half = self.block // 2
         if j and j * self.block - self.reach >= half:
@@ -6868,13 +6851,13 @@ class Plan:
         return slice(0, self.block), slice(0, self.block)
 
     def name(self, direction: str) -> str:
-        """A name that tells kernels of different work apart, in profiles and in dumps."""
+        """A name for profiles and dumps that differs for kernels with different work."""
         numbers = [int(x) for x in dataclasses.astuple(self.heads)]
         return "_".join(["window", direction, *map(str, numbers)])
 
-    def cuts(self, block_at: Callable) -> tuple[Callable, Callable]:
-        """For run_kernel, whose step i has block block_at(i): (the cut of an array [b, t, columns],
-        that of an array [b, columns, t], or [1, columns, t] for all b)."""
+    def block_specs(self, block_at: Callable) -> tuple[Callable, Callable]:
+        """The block_spec of arrays [b, t, columns], and that of [b or 1, columns, t], for
+        Operands. Step i has block block_at(i)."""
 
         def in_rows(x):
             shape = 1, self.block, x.shape[2]
@@ -6889,9 +6872,9 @@ class Plan:
         return in_rows, in_columns
 
     def tables_of(self, ref, c: int):
-        """cos and sin [h / 2, block] of head c; of paired heads odd ones differ, see positions."""
+        """cos and sin [h / 2, block] of head c; paired heads have two kinds, see positions."""
         half = self.heads.qk_width // 2
-        sines = ref.shape[1] // 2  # above are the cosines
+        sines = ref.shape[1] // 2  # the cosines come first
         first = half * (c % 2) if self.heads.paired else 0
         cos = ref[0, first : first + half]
         sin = ref[0, sines + first : sines + first + half]
@@ -6906,17 +6889,17 @@ def times(a, b, transpose: bool = False):
 
 
 def dot(a, b):
-    """Products of standing columns, [h, block] each: [1, block]."""
+    """Dot products of the columns of two arrays [h, block]: [1, block]."""
     return jnp.sum(a * b, axis=0, keepdims=True)
 
 
-def collect(ref, place: tuple, value, anew: bool):
-    """Add to a part of `ref`, or overwrite what a block before has left there."""
-    ref[place] = value if anew else ref[place] + value
+def add_or_set(ref, place: tuple, value, is_first: bool):
+    """Add to ref[place], or overwrite the sum of an earlier block with the first value."""
+    ref[place] = value if is_first else ref[place] + value
 
 
 def column_tiles(n: int, h: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
-    """The tiles of n heads of h columns: [(its columns, [(head, where it is in the tile)])]."""
+    """Return [(columns of a tile, [(head, its columns inside the tile)])] for n heads, h wide."""
     inside = [slice(first, first + h) for first in range(0, LANES, h)]
     tiles = []
     for first in range(0, n * h, LANES):
@@ -6925,28 +6908,28 @@ def column_tiles(n: int, h: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
     return tiles
 
 
-def further(lanes: slice, columns: int) -> slice:
-    """The tile that lies so many columns further."""
+def tile_after(lanes: slice, columns: int) -> slice:
+    """Return the tile that begins `columns` columns after `lanes`."""
     return slice(lanes.start + columns, lanes.stop + columns)
 
 
-def part_of(c: int, h: int) -> slice:
-    """What head c has of the columns of all heads, or of the rows where they stand."""
+def rows_of_head(c: int, h: int) -> slice:
+    """Return the rows of head c in an array [n h, block], or its columns in [block, n h]."""
     return slice(c * h, (c + 1) * h)
 
 
-def standing(ref, lanes: slice):
-    """A tile of a block [1, block, columns] with its columns as rows: [LANES, block], float32."""
+def transposed(ref, lanes: slice):
+    """Return a tile of a block [1, block, columns], transposed: float32 [LANES, block]."""
     return ref[0, :, lanes].T.astype(jnp.float32)
 
 
 def inverse_size(x):
-    """What norm multiplies a standing head [h, block] with: [1, block]."""
+    """Factor with which norm scales a transposed head [h, block]: [1, block]."""
     return lax.rsqrt(dot(x, x) / len(x) + 2.0**-23)
 
 
 def rotate(x, cos, sin, factor=1.0):
-    """factor * rope(norm(x)) of a standing head, float32."""
+    """Return factor * rope(norm(x)) for a transposed head, float32 [h, block]."""
     left, right = jnp.split(x, 2)
     turned_left = left * cos + right * sin
     turned_right = right * cos - left * sin
@@ -6955,7 +6938,7 @@ def rotate(x, cos, sin, factor=1.0):
 
 
 def rotate_grad(grad, x, cos, sin, factor):
-    """The gradient of `x` from that of rotate(x)."""
+    """Return the gradient of `x` for the gradient of rotate(x)."""
     left, right = jnp.split(grad, 2)
     back_right = right * cos + left * sin
     back_left = left * cos - right * sin
@@ -6966,16 +6949,16 @@ def rotate_grad(grad, x, cos, sin, factor):
 
 
 def unrotated(h: int):
-    """Which rows of a standing head take part in key_offset, since they do not rotate: [h, 1]."""
+    """Mask of the rows of a transposed head that do not rotate, used by key_offset: [h, 1]."""
     row = lax.broadcasted_iota(jnp.int32, (h, 1), 0)
     return lax.rem(row, h // 2) >= h // 4
 
 
 def offset_key(r, c: int, k):
-    """key_offset of head c: in half of the rows, a token has the key of the token before. The first
-    column of r.last is the last token of the block before."""
+    """Apply key_offset to head c: in half of the rows, a token gets the previous token's key. The
+    first column of r.last is the last token of the previous block."""
     h = len(k)
-    rows = part_of(c, h)
+    rows = rows_of_head(c, h)
     moved = pltpu.roll(k, 1, 1)
     last = jnp.where(r.i == 0, k, r.last[rows])
     r.last[rows] = moved
@@ -6984,12 +6967,12 @@ def offset_key(r, c: int, k):
 
 
 def visible_keys(plan: Plan, i, starts):
-    """A function that says which keys of head o in block i - j the queries of head c in block i can
-    see, (j, c, o) -> bool [keys, queries] of part(j). `starts`: where their documents begin.
+    """Return a function (j, c, o) -> bool [keys, queries] of part(j): which keys of head o in block
+    i - j are visible to the queries of head c in block i. `starts`: first token of each document.
 
-    Windows are in units: tokens, or of paired heads half tokens. By one unit the second half of the
-    heads stands later than the first: so `side`, the lead of the head of the queries before that of
-    the keys, is -1, 0 or 1."""
+    Windows are in units: tokens, or half tokens for paired heads. The second half of the heads is
+    one unit later than the first, so `side`, position of head c minus position of head o, is -1, 0
+    or 1."""
     units = 1 + plan.heads.paired
     query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
     first = {}  # side -> the first key that each query can see
@@ -7014,39 +6997,42 @@ def visible_keys(plan: Plan, i, starts):
 
 
 def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
-    """(y [b, t, n v], what attend_tpu_backward needs, if asked to `save`). Grid step i takes block
-    i of a row: its keys and values enter rings, and its queries look back at all that they see."""
+    """Return (y [b, t, n v], arrays for attend_tpu_backward if `save`). Grid step i puts the keys
+    and values of block i into ring buffers, and runs its queries against all visible keys."""
     n, h, v, block = plan.sizes
     slots = plan.slots
     b, t, _ = arrays["qkv"].shape
     dtype = arrays["qkv"].dtype
-    in_rows, in_columns = plan.cuts(lambda i: i)
+    in_rows, in_columns = plan.block_specs(lambda i: i)
 
-    def saved(cut, *shape, dtype=dtype):
+    def saved(spec, *shape, dtype=dtype):
         like = jax.ShapeDtypeStruct(shape, dtype) if save else None
-        return writes(like, cut)
+        return like, spec
 
-    refs = {
-        "earliest": scalars(arrays["earliest"]),  # [b, blocks]: see attend_tpu
-        "scale": scalars(arrays["scale"]),  # [1]
-        "qkv": reads(arrays["qkv"], in_rows),  # [1, block, n (2 h + v)]
-        "added": reads(arrays["added"], in_rows),  # [1, block, n LANES]: goes to v
-        "tables": reads(arrays["tables"], in_columns),  # [1, rows, block]: see Plan.tables_of
-        "starts": reads(arrays["starts"], in_columns),  # [1, 1, block]: see attend_tpu
-        **{name: reads(arrays[name], in_columns) for name in OF_HEADS},  # [1, n, block] each
-        "y": writes(jax.ShapeDtypeStruct((b, t, n * v), dtype), in_rows),  # [1, block, n v]
-        "saved_k": saved(in_rows, b, t, n * h),  # [1, block, n h]: keys as queries met them
+    scalars = {name: arrays[name] for name in ("earliest", "scale")}  # see attend_tpu
+    inputs = {
+        "qkv": (arrays["qkv"], in_rows),  # [1, block, n (2 h + v)]
+        "added": (arrays["added"], in_rows),  # [1, block, n LANES]: is added to v
+        "tables": (arrays["tables"], in_columns),  # [1, rows, block]: see Plan.tables_of
+        "starts": (arrays["starts"], in_columns),  # [1, 1, block]: see attend_tpu
+        **{name: (arrays[name], in_columns) for name in OF_HEADS},  # [1, n, block] each
+    }
+    outputs = {
+        "y": (jax.ShapeDtypeStruct((b, t, n * v), dtype), in_rows),  # [1, block, n v]
+        "saved_k": saved(in_rows, b, t, n * h),  # [1, block, n h]: keys after norm and rotation
         "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: queries, the same
-        "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values, the same
-        "saved_y": saved(in_columns, b, n * v, t),  # [1, n v, block]: outputs of attention alone
+        "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values, with `added`
+        "saved_y": saved(in_columns, b, n * v, t),  # [1, n v, block]: outputs before XSA and gates
         "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]: log2
-        # Rings: block m of the row is in slot m % slots. Values are standing, over rows of ones.
-        "keys": keeps((slots, n, block, h), dtype),
-        "values": keeps((slots, n, v + ONES, block), dtype),
-        # Of block i, standing: queries; sums of weighted values, and from row v on of weights.
-        "queries": keeps((n * h, block), dtype),
-        "sums": keeps((n, v + ONES, block), jnp.float32),
-        "last": keeps((n * h, block), jnp.float32),  # see offset_key
+    }
+    scratch_shapes = {
+        # Rings: block m of the row is in slot m % slots. Values are transposed, above rows of ones.
+        "keys": pltpu.VMEM((slots, n, block, h), dtype),
+        "values": pltpu.VMEM((slots, n, v + ONES, block), dtype),
+        # Of block i, transposed: queries; sums of weighted values, and from row v on of weights.
+        "queries": pltpu.VMEM((n * h, block), dtype),
+        "sums": pltpu.VMEM((n, v + ONES, block), jnp.float32),
+        "last": pltpu.VMEM((n * h, block), jnp.float32),  # see offset_key
     }
 
     def body(r):
@@ -7066,23 +7052,23 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         finish_outputs(plan, r, slot)
 
     grid = {"row": b, "i": t // block}
-    written = run_kernel(plan.name("forward"), grid, refs, body)
-    saved_arrays = {name: getattr(written, name) for name in SAVED}
-    return written.y, (arrays, saved_arrays)
+    operands = Operands(inputs, outputs, scratch_shapes, scalars)
+    written = run_kernel(plan.name("forward"), grid, operands, body)
+    return written.pop("y"), (arrays, written)
 
 
 def enter_keys(plan: Plan, r, slot):
-    """Norm and rotate q and k of block i, and put the keys into their slot."""
+    """Norm and rotate q and k of block i, and store the keys in their slot."""
     n, h, _, _ = plan.sizes
     dtype = r.qkv.dtype
     for lanes, heads in column_tiles(n, h):
-        q_tile = standing(r.qkv, lanes)
-        k_tile = standing(r.qkv, further(lanes, n * h))
+        q_tile = transposed(r.qkv, lanes)
+        k_tile = transposed(r.qkv, tile_after(lanes, n * h))
         rotated = []
         for c, inside in heads:
             cos, sin = plan.tables_of(r.tables, c)
             q = rotate(q_tile[inside], cos, sin, r.scale[0] * LOG2E)
-            r.queries[part_of(c, h)] = q.astype(dtype)
+            r.queries[rows_of_head(c, h)] = q.astype(dtype)
             k = rotate(k_tile[inside], cos, sin)
             if plan.heads.offset:
                 k = offset_key(r, c, k)
@@ -7096,15 +7082,15 @@ def enter_keys(plan: Plan, r, slot):
 
 
 def enter_values(plan: Plan, r, slot):
-    """Add to v of block i, and put the values into their slot."""
+    """Add `added` to v of block i, and store the values in their slot."""
     n, h, v, _ = plan.sizes
     for lanes, heads in column_tiles(n, v):
-        v_tile = standing(r.qkv, further(lanes, 2 * n * h))
+        v_tile = transposed(r.qkv, tile_after(lanes, 2 * n * h))
         for c, inside in heads:
             added = 0.0
             if r.added is not None:
                 gates = r.added_gates[0, c : c + 1]
-                added = gates * standing(r.added, part_of(c, LANES))[:v]
+                added = gates * transposed(r.added, rows_of_head(c, LANES))[:v]
             r.values[slot, c, :v] = (v_tile[inside] + added).astype(r.qkv.dtype)
         if r.saved_v is not None:
             values = [r.values[slot, c, :v] for c, _ in heads]
@@ -7112,26 +7098,26 @@ def enter_values(plan: Plan, r, slot):
 
 
 def look_back(plan: Plan, r, j: int, visible: Callable):
-    """Block i as queries of block i - j: add its weighted values to the sums. All scores come
-    first: the compiler keeps this order, and so has work to fill the wait for each matmul."""
+    """Add the weighted values of block i - j to the sums of the queries of block i. All scores come
+    first: the compiler keeps this order, and so can overlap the latency of each matmul."""
     h = plan.heads.qk_width
     keys, queries = plan.part(j)
     slot = lax.rem(r.i - j + plan.slots, plan.slots)
     scores = []
     for c, o in plan.pairs:
         k = r.keys[slot, o, keys]
-        q = r.queries[part_of(c, h), queries]
+        q = r.queries[rows_of_head(c, h), queries]
         scores.append(times(k, q))
     for (c, o), score in zip(plan.pairs, scores, strict=True):
         weights = jnp.where(visible(j, c, o), jnp.exp2(score), 0.0)
         weights = weights.astype(r.values.dtype)
         weighted = times(r.values[slot, o, :, keys], weights)
-        anew = j == 0 and o < plan.half
-        collect(r.sums, (c, slice(None), queries), weighted, anew)
+        is_first = j == 0 and o < plan.half
+        add_or_set(r.sums, (c, slice(None), queries), weighted, is_first)
 
 
 def finish_outputs(plan: Plan, r, slot):
-    """Divide the sums of block i by those of the weights, then XSA and gates."""
+    """Divide the sums of block i by the sums of the weights, then apply XSA and gates."""
     n, _, v, _ = plan.sizes
     for lanes, heads in column_tiles(n, v):
         outputs = []
@@ -7141,7 +7127,7 @@ def finish_outputs(plan: Plan, r, slot):
             y = r.sums[c, :v] * (1 / total)
             if r.saved_y is not None:
                 r.log_sums[0, row] = jnp.log2(total)
-                r.saved_y[0, part_of(c, v)] = y.astype(r.y.dtype)
+                r.saved_y[0, rows_of_head(c, v)] = y.astype(r.y.dtype)
             if r.xsa is not None:
                 value = r.values[slot, c, :v].astype(jnp.float32)
                 along = dot(y, value) / jnp.maximum(dot(value, value), 1e-8)
@@ -7152,43 +7138,43 @@ def finish_outputs(plan: Plan, r, slot):
         r.y[0, :, lanes] = jnp.concatenate(outputs).T.astype(r.y.dtype)
 
 
-# The way back. A query q sees keys k with values v, and its scores are logarithms to base 2. With
-# L, log2 of the sum of all 2^score of the query, weights w and the gradient dy of its output y:
+# Backward pass. A query q sees keys k with values v; scores are logarithms to base 2. Let L be log2
+# of the query's sum of 2^score, w the weights, and dy the gradient of its output y:
 #
 #     w = 2^(k.q - L)        y = sum of w v
 #     dw = v.dy              ds = w (dw - mean)        mean = sum of w dw = y.dy
 #     v_grad += w dy         k_grad += ds q            q_grad += ds k
 #
-# where ds is the gradient of a natural score. As q has been multiplied by scale * LOG2E, k_grad
-# still has to be divided by LOG2E, and q_grad to be multiplied by scale: `leave` does that.
+# ds is the gradient of a natural score. As q was multiplied by scale * LOG2E, k_grad has to be
+# divided by LOG2E, and q_grad multiplied by scale: finish_block does that.
 #
-# A key's gradient gets a part from every block of queries that sees the key. So blocks wait in a
-# ring of delay + 1 slots: block m is in slot m % ring, from step m, when it enters, to step
-# m + delay, when it leaves. A slot has the keys of its block (both ways around), its values, and
-# three sums so far: the gradients of its keys, values and queries. Here is step 7 in a row of 9
-# blocks, where queries see three blocks, their own included (Plan.slots: a window of 257 to 512
-# tokens), and keys have the offset, so that delay is 4. `parts` are those of k_grad and v_grad that
-# have been added, before the step and after it, if no block is skipped:
+# The gradient of a key is a sum over all blocks of queries that see the key. So blocks stay in a
+# ring buffer of delay + 1 slots: block m is in slot m % ring from step m to step m + delay, when
+# finish_block writes its gradients. A slot has the keys of the block (also transposed), its values,
+# and float32 sums for the gradients of keys, values and queries. The table shows step 7 in a row of
+# 9 blocks. Queries see three blocks, including their own (Plan.slots: a window of 257 to 512
+# tokens), and keys have the offset, so delay is 4. `parts` is the number of terms in k_grad and
+# v_grad before and after the step, if no block is skipped:
 #
 #     block      0      1      2      3      4      5      6      7      8
-#              gone   gone   gone  leaves  waits   seen   seen  enters  to come
+#              done   done   done finishes waits   seen   seen  enters  to come
 #     slot                            3      4      0      1      2
 #     parts                         3, 3   3, 3   2, 3   1, 2   0, 1
 #
-# At step i block i enters, and its queries go through blocks i, i - 1, ... i - slots + 1. That
-# gives q_grad of block i in full, and to each of those blocks a part of k_grad and v_grad. Block
-# i - slots has all of its parts by then. Without the key offset it leaves. With it, it waits for
-# one step more: the first token of the next block has half of its key from this block's last token,
-# and the gradient of that key is not complete before.
+# At step i block i enters, and its queries are run against blocks i, i - 1, ... i - slots + 1. That
+# completes q_grad of block i, and adds one part to k_grad and v_grad of each of these blocks. Block
+# i - slots then has all of its parts and is finished, or with the key offset one step later: half
+# of the first key of the next block comes from this block's last token, and the gradient of that
+# key is not complete earlier.
 #
-# The last steps have no block i: they repeat the last one, into a slot that nothing uses. The first
-# steps have no block that leaves. What they write as block 0 is overwritten by block 0, since a
-# block goes to memory when the next one comes.
+# The last steps have no block i: they repeat the last block, in a slot that nothing uses. The first
+# steps have no block to finish: they write to block 0, whose real gradients overwrite this, as a
+# block is only copied to memory when the next block begins.
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):
-    """The gradients of qkv, added and OF_HEADS; others have none. A block leaves with all columns
-    of qkv_grad together: concatenated outside, they would be copied once more."""
+    """Return the gradients of qkv, added and OF_HEADS; other arrays have none. The kernel writes
+    qkv_grad as one array, since concatenating three outside would be one more copy."""
     arrays, saved = kept
     n, h, v, block = plan.sizes
     b, t, _ = arrays["qkv"].shape
@@ -7196,40 +7182,39 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
     blocks = t // block
     ring = plan.ring
 
-    in_rows, in_columns = plan.cuts(lambda i: jnp.minimum(i, blocks - 1))
-    old_in_rows, old_in_columns = plan.cuts(lambda i: jnp.maximum(i - plan.delay, 0))
-    refs = {  # what is read under a name of attend_tpu_forward has its shape
-        "earliest": scalars(arrays["earliest"]),
-        "scale": scalars(arrays["scale"]),
-        # Of block i.
-        "y_grad": reads(y_grad, in_rows),  # [1, block, n v]
-        "saved_k": reads(saved["saved_k"], in_rows),
-        "saved_v": reads(saved["saved_v"], in_rows),
-        "starts": reads(arrays["starts"], in_columns),
-        "xsa": reads(arrays["xsa"], in_columns),
-        "gates": reads(arrays["gates"], in_columns),
-        "saved_q": reads(saved["saved_q"], in_columns),
-        "saved_y": reads(saved["saved_y"], in_columns),
-        "log_sums": reads(saved["log_sums"], in_columns),
-        # Of the block that leaves, i - delay.
-        "old_qkv": reads(arrays["qkv"], old_in_rows),
-        "old_added": reads(arrays["added"], old_in_rows),
-        "old_tables": reads(arrays["tables"], old_in_columns),
-        "old_added_gates": reads(arrays["added_gates"], old_in_columns),
-        # Each gradient has the shape of what it is of; only those of xsa and gates are of block i.
-        "qkv_grad": writes(arrays["qkv"], old_in_rows),
-        "added_grad": writes(arrays["added"], old_in_rows),
-        "added_gates_grad": writes(arrays["added_gates"], old_in_columns),
-        "xsa_grad": writes(arrays["xsa"], in_columns),
-        "gates_grad": writes(arrays["gates"], in_columns),
-        # The ring. Gradients are standing, and summed over blocks as float32.
-        "keys": keeps((ring, n, block, h), dtype),
-        "values": keeps((ring, n, block, v), dtype),
-        "standing_keys": keeps((ring, n * h, block), dtype),
-        "k_grads": keeps((ring, n * h, block), jnp.float32),
-        "v_grads": keeps((ring, n * v, block), jnp.float32),
-        "q_grads": keeps((ring, n * h, block), jnp.float32),
-        "y_grads": keeps((n * v, block), dtype),  # of block i, standing: dy, from undo_outputs on
+    in_rows, in_columns = plan.block_specs(lambda i: jnp.minimum(i, blocks - 1))
+    old_in_rows, old_in_columns = plan.block_specs(lambda i: jnp.maximum(i - plan.delay, 0))
+    scalars = {name: arrays[name] for name in ("earliest", "scale")}
+    inputs = {  # shapes as in attend_tpu_forward
+        # Block i.
+        "y_grad": (y_grad, in_rows),  # [1, block, n v]
+        "saved_k": (saved["saved_k"], in_rows),
+        "saved_v": (saved["saved_v"], in_rows),
+        **{name: (arrays[name], in_columns) for name in ("starts", "xsa", "gates")},
+        **{name: (saved[name], in_columns) for name in ("saved_q", "saved_y", "log_sums")},
+        # Block i - delay, which is finished in this step.
+        "old_qkv": (arrays["qkv"], old_in_rows),
+        "old_added": (arrays["added"], old_in_rows),
+        "old_tables": (arrays["tables"], old_in_columns),
+        "old_added_gates": (arrays["added_gates"], old_in_columns),
+    }
+    outputs = {  # gradients have the shapes of their arrays
+        "qkv_grad": (arrays["qkv"], old_in_rows),
+        "added_grad": (arrays["added"], old_in_rows),
+        "added_gates_grad": (arrays["added_gates"], old_in_columns),
+        "xsa_grad": (arrays["xsa"], in_columns),
+        "gates_grad": (arrays["gates"], in_columns),
+    }
+    scratch_shapes = {
+        # The ring. Gradients are transposed, and summed over blocks in float32.
+        "keys": pltpu.VMEM((ring, n, block, h), dtype),
+        "values": pltpu.VMEM((ring, n, block, v), dtype),
+        "transposed_keys": pltpu.VMEM((ring, n * h, block), dtype),
+        "k_grads": pltpu.VMEM((ring, n * h, block), jnp.float32),
+        "v_grads": pltpu.VMEM((ring, n * v, block), jnp.float32),
+        "q_grads": pltpu.VMEM((ring, n * h, block), jnp.float32),
+        # Block i, transposed: y_grad, after undo_outputs the gradient before gates and XSA.
+        "y_grads": pltpu.VMEM((n * v, block), dtype),
     }
 
     def body(r):
@@ -7237,49 +7222,47 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         visible = visible_keys(plan, r.i, r.starts[0])
         enter_again(plan, r, slot)
         means = [undo_outputs(plan, r, slot, c) for c in range(n)]
-        # Rotating gradients back takes the vector unit only: it goes on between the matmuls of
-        # block i with itself, which every step has.
+        # Rotating gradients back uses only the vector unit, so it is interleaved with the matmuls
+        # of block i with itself, which every step has.
         old = r.i - plan.delay
-        old_slot = lax.rem(r.i + 1, ring)  # that of `old`, as ring = delay + 1
-        between = leave(plan, r, old, old_slot, blocks)
-        look_back_grads(plan, r, 0, visible, means, between)
+        old_slot = lax.rem(r.i + 1, ring)  # slot of block `old`, as ring = delay + 1
+        other_work = finish_block(plan, r, old, old_slot, blocks)
+        look_back_grads(plan, r, 0, visible, means, other_work)
         for j in range(1, plan.slots):
             visit = functools.partial(look_back_grads, plan, r, j, visible, means, iter(()))
             reaches = r.i - j >= r.earliest[r.row, jnp.minimum(r.i, blocks - 1)]
             pl.when(reaches & (r.i < blocks))(visit)
 
     grid = {"row": b, "i": blocks + plan.delay}
-    written = run_kernel(plan.name("backward"), grid, refs, body)
-    grads = dict.fromkeys(arrays)
-    for name in ("qkv", "added", *OF_HEADS):
-        grads[name] = getattr(written, f"{name}_grad")
-    return (grads,)
+    operands = Operands(inputs, outputs, scratch_shapes, scalars)
+    written = run_kernel(plan.name("backward"), grid, operands, body)
+    return ({name: written.get(f"{name}_grad") for name in arrays},)
 
 
 def enter_again(plan: Plan, r, slot):
-    """Put the saved keys and values of block i into their slot, and let y_grads stand. With XSA the
-    slot of v_grads has the values at first: undo_outputs needs them as float32."""
+    """Store the saved keys and values of block i in their slot, and transpose y_grad. With XSA,
+    v_grads first stores the values: undo_outputs needs them in float32."""
     n, h, v, _ = plan.sizes
     for c in range(n):
-        r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
-        r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
+        r.keys[slot, c] = r.saved_k[0, :, rows_of_head(c, h)]
+        r.values[slot, c] = r.saved_v[0, :, rows_of_head(c, v)]
     for lanes, _ in column_tiles(n, h):
-        r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
+        r.transposed_keys[slot, lanes] = r.saved_k[0, :, lanes].T
     for lanes, _ in column_tiles(n, v):
         r.y_grads[lanes] = r.y_grad[0, :, lanes].T
         if r.xsa is not None:
-            r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
+            r.v_grads[slot, lanes] = transposed(r.saved_v, lanes)
 
 
 def undo_outputs(plan: Plan, r, slot, c: int):
-    """Take y_grads of head c back through finish_outputs to before gates and XSA, whose gradients
-    it writes; returns the `mean` of its queries [1, block]. With XSA, y - share (y.v / v.v) v, the
-    slot of v_grads has v here, and then the gradient that v has from it."""
+    """Run finish_outputs of head c backward: update y_grads, write the gradients of gates and XSA,
+    and return `mean` of the queries, [1, block]. XSA is y - share (y.v / v.v) v: its v is read from
+    v_grads, and then replaced by the gradient of v."""
     row = 0, slice(c, c + 1)
-    part = part_of(c, plan.heads.v_width)
+    part = rows_of_head(c, plan.heads.v_width)
     y, grad = r.saved_y[0, part], r.y_grads[part]
     y, grad = y.astype(jnp.float32), grad.astype(jnp.float32)
-    output = y  # what the gates are multiplied with
+    output = y  # after XSA, before gates
     if r.xsa is not None:
         value = r.v_grads[slot, part]
         share = r.xsa[row]
@@ -7292,16 +7275,16 @@ def undo_outputs(plan: Plan, r, slot, c: int):
     if r.xsa is not None:
         back = dot(grad, value) / size
         r.xsa_grad[row] = -back * along * size
-        twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the smallest size is no function of v
+        twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the lower bound of size is constant
         r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * value))
         grad -= share * back * value
     r.y_grads[part] = grad.astype(r.y_grads.dtype)
     return dot(y, grad)
 
 
-def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, between: Iterator):
-    """Block i as queries of block i - j: add to the gradients of both by the formulas above. Go on
-    with `between`, other work, by a step after every pair of heads. `means`: of each head."""
+def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, other_work: Iterator):
+    """Add to the gradients of queries of block i and keys of block i - j by the formulas above.
+    Advance `other_work` by a step after each pair of heads. `means` come from undo_outputs."""
     _, h, v, _ = plan.sizes
     dtype = r.y_grads.dtype
     keys, queries = plan.part(j)
@@ -7309,43 +7292,43 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, betwe
     slot = lax.rem(r.i, plan.ring)
 
     def finish(c, o, weights, grad):
-        """Add what the weights, and the gradients of scores, of a pair of heads give."""
+        """Add to the gradients, from the weights and gradients of scores of two heads."""
         first_of_keys = j == 0 and c < plan.half
         first_of_queries = j == 0 and o < plan.half
-        of_keys = part_of(o, h)
-        v_grad = times(r.y_grads[part_of(c, v), queries], weights, True)
-        anew = first_of_keys and r.xsa is None
-        collect(r.v_grads, (key_slot, part_of(o, v), keys), v_grad, anew)
-        k_grad = times(r.saved_q[0, part_of(c, h), queries], grad, True)
-        collect(r.k_grads, (key_slot, of_keys, keys), k_grad, first_of_keys)
-        q_grad = times(r.standing_keys[key_slot, of_keys, keys], grad)
-        collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, first_of_queries)
+        of_keys = rows_of_head(o, h)
+        v_grad = times(r.y_grads[rows_of_head(c, v), queries], weights, True)
+        is_first = first_of_keys and r.xsa is None
+        add_or_set(r.v_grads, (key_slot, rows_of_head(o, v), keys), v_grad, is_first)
+        k_grad = times(r.saved_q[0, rows_of_head(c, h), queries], grad, True)
+        add_or_set(r.k_grads, (key_slot, of_keys, keys), k_grad, first_of_keys)
+        q_grad = times(r.transposed_keys[key_slot, of_keys, keys], grad)
+        add_or_set(r.q_grads, (slot, rows_of_head(c, h), queries), q_grad, first_of_queries)
 
-    # The compiler keeps the order of matmuls, so what fills the wait for one is arranged by hand. A
-    # pair of heads stays in flight until the scores of the next two have begun: its own last three
-    # matmuls then fill the wait for these. While the matrix unit is at work on all of that, the
-    # vector unit would be idle for the most part: `between` is there for it.
+    # The compiler keeps the order of matmuls, so they are arranged here to hide their latency. A
+    # pair of heads stays in flight until the scores of the next two have begun: its last three
+    # matmuls then overlap with these. The vector unit would be mostly idle meanwhile: `other_work`
+    # keeps it busy.
     in_flight = []
     for c, o in plan.pairs:
-        score = times(r.keys[key_slot, o, keys], r.saved_q[0, part_of(c, h), queries])
-        weights_grad = times(r.values[key_slot, o, keys], r.y_grads[part_of(c, v), queries])
+        score = times(r.keys[key_slot, o, keys], r.saved_q[0, rows_of_head(c, h), queries])
+        weights_grad = times(r.values[key_slot, o, keys], r.y_grads[rows_of_head(c, v), queries])
         if len(in_flight) == 2:
             finish(*in_flight.pop(0))
         seen = visible(j, c, o)
         score -= r.log_sums[0, c : c + 1, queries]
-        weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 where it is not seen
+        weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 if not visible
         grad = weights * (weights_grad - means[c][:, queries])
         in_flight.append((c, o, weights.astype(dtype), grad.astype(dtype)))
-        next(between, None)
+        next(other_work, None)
     for pair in in_flight:
         finish(*pair)
-    for _ in between:
+    for _ in other_work:
         pass
 
 
-def leave(plan: Plan, r, old, slot, blocks: int):
-    """Take the gradients of block `old`, which collected in `slot`, back through enter_keys and
-    enter_values, and write them; yields after each tile."""
+def finish_block(plan: Plan, r, old, slot, blocks: int):
+    """Run enter_keys and enter_values backward for the gradients of block `old`, which were summed
+    in `slot`, and write them. Yields after each tile."""
     n, h, v, _ = plan.sizes
 
     def write(lanes, grads):
@@ -7353,13 +7336,13 @@ def leave(plan: Plan, r, old, slot, blocks: int):
         r.qkv_grad[0, :, lanes] = tile.astype(r.qkv_grad.dtype).T
 
     for lanes, heads in column_tiles(n, h):
-        k_lanes = further(lanes, n * h)
-        q_tile = standing(r.old_qkv, lanes)
-        k_tile = standing(r.old_qkv, k_lanes)
+        k_lanes = tile_after(lanes, n * h)
+        q_tile = transposed(r.old_qkv, lanes)
+        k_tile = transposed(r.old_qkv, k_lanes)
         q_grads = []
         k_grads = []
         for c, inside in heads:
-            rows = part_of(c, h)
+            rows = rows_of_head(c, h)
             cos, sin = plan.tables_of(r.old_tables, c)
             q_grad = r.q_grads[slot, rows]
             q_grads.append(rotate_grad(q_grad, q_tile[inside], cos, sin, r.scale[0]))
@@ -7370,22 +7353,22 @@ def leave(plan: Plan, r, old, slot, blocks: int):
         yield
     for lanes, heads in column_tiles(n, v):
         v_grads = r.v_grads[slot, lanes]
-        write(further(lanes, 2 * n * h), [v_grads])
+        write(tile_after(lanes, 2 * n * h), [v_grads])
         for c, inside in heads:
             if r.old_added is None:
                 continue
-            part = part_of(c, LANES)
+            part = rows_of_head(c, LANES)
             row = 0, slice(c, c + 1)
             v_grad = v_grads[inside]
-            r.added_gates_grad[row] = dot(v_grad, standing(r.old_added, part)[:v])
+            r.added_gates_grad[row] = dot(v_grad, transposed(r.old_added, part)[:v])
             added_grad = pad_rows(v_grad * r.old_added_gates[row], LANES)
             r.added_grad[0, :, part] = added_grad.astype(r.added_grad.dtype).T
         yield
 
 
 def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
-    """The gradient of a head's keys of block `old` before offset_key, which gave a token's key to
-    the next one."""
+    """Return the gradient of a head's keys in block `old` before offset_key, which copied half of
+    each key to the next token."""
     grad = r.k_grads[slot, rows]
     if not plan.heads.offset:
         return grad
@@ -7394,22 +7377,21 @@ def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
     next_block = r.k_grads[lax.rem(slot + 1, plan.ring), rows, :1]
     next_block = jnp.where(old + 1 < blocks, next_block, 0.0)
     moved = jnp.where(column == block - 1, next_block, pltpu.roll(grad, block - 1, 1))
-    moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
+    moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first token kept its own key
     return jnp.where(unrotated(len(grad)), moved, grad)
 
 
-# attend_tpu of a Plan and of the arrays that it has prepared
+# (plan, arrays) -> y, for the arrays that attend_tpu prepares
 attend_tpu_arrays = jax.custom_vjp(
     lambda plan, arrays: attend_tpu_forward(plan, arrays, save=False)[0], nondiff_argnums=(0,)
 )
 attend_tpu_arrays.defvjp(attend_tpu_forward, attend_tpu_backward)
 
 
-def standing_rope_tables(freqs, token_positions):
-    """cos and sin [kinds, frequencies, t] of positions [kinds, t] * freqs, where these rise evenly
-    along a row. They are computed by the addition theorem from those of every 128th token and of
-    the first 128. Cosines of all positions are predicted to take a TPU longer than some layers do
-    (records/NOTES.md)."""
+def transposed_rope_tables(freqs, token_positions):
+    """Return cos and sin of evenly spaced positions [kinds, t] * freqs: [kinds, frequencies, t].
+    The addition theorem combines angles of every 128th token with angles of the first 128: cosines
+    of all positions are predicted to take longer than some layers on a TPU (records/NOTES.md)."""
     near = (token_positions[:, :128] - token_positions[:, :1])[:, None, None]
     far = token_positions[:, None, ::128, None]
     angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in (far, near)]
@@ -7421,28 +7403,27 @@ def standing_rope_tables(freqs, token_positions):
 
 
 def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
-    """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
-    heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
-    (see unserved_attention). freqs and scale have no gradients."""
+    """attend_heads in one TPU kernel forward and one backward, equal up to rounding. Needs heads of
+    128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens (see
+    unserved_attention). freqs and scale get no gradients."""
     added_btd, added_gates_btn = inputs.added or (None, None)
     t = inputs.segments_bt.shape[1]
     window = min(heads.window, t * (1 + heads.paired))
     heads = dataclasses.replace(heads, window=window)
     plan = Plan(heads, math.gcd(t, BLOCK))
     starts = document_starts(inputs.segments_bt)
-    still = heads.qk_width // 2 - len(inputs.freqs)
-    freqs = jnp.pad(inputs.freqs, (0, still))  # what stands still turns with frequency 0
+    unrotated_pairs = heads.qk_width // 2 - len(inputs.freqs)
+    freqs = jnp.pad(inputs.freqs, (0, unrotated_pairs))  # frequency 0 does not rotate
     token_positions = positions(t, heads)[:, : 1 + heads.paired].T
-    tables = standing_rope_tables(freqs, token_positions)
+    tables = transposed_rope_tables(freqs, token_positions)
     constants = {
-        "starts": starts[:, None],  # [b, 1, t]: where in the row the document of each token begins
-        # The block in which the document of each block's first token begins: none before it is
-        # visited.
+        "starts": starts[:, None],  # [b, 1, t]: first token of each token's document
+        # Block with the start of the document of each block's first token: earlier ones are skipped
         "earliest": starts[:, :: plan.block] // plan.block,
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(inputs.scale, 1).astype(jnp.float32),
     }
-    xsa_btn = jax.tree.map(jnp.tanh, inputs.xsa_btn)  # what is None stays
+    xsa_btn = jax.tree.map(jnp.tanh, inputs.xsa_btn)  # or None
     of_heads = added_gates_btn, xsa_btn, inputs.gates_btn
     of_heads = jax.tree.map(lambda x: x.swapaxes(1, 2), of_heads)
     arrays = {"qkv": qkv, "added": added_btd}
@@ -7453,46 +7434,46 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
 
-# In programs compiled for a v6e, XLA makes ten passes of blend, each over a float32 sum in memory,
-# and as many in the backward pass. In one kernel a block of tokens stays in VMEM for all sources
-# (21 arrays, twice each: 16 MiB). Predicted gain: 12 s of a run on a v6e-8 (records/NOTES.md).
+# In programs compiled for a v6e, XLA runs blend as ten passes over a float32 sum in memory, and its
+# backward pass as ten more. In one kernel a block of tokens stays in VMEM for all sources (21
+# arrays, double-buffered: 16 MiB). Predicted gain: 12 s of a run on a v6e-8 (records/NOTES.md).
 
 
-def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
-    """(references, the cut of arrays of tokens, the grid) that blend_tpu has each way. A matmul
-    spreads the weights [t, k, g] of k sources over the features, of which each group has its own:
-    w @ hot[j] is [block, d], those of source j."""
+def blend_inputs(x, weights, sources) -> tuple[dict, dict]:
+    """Return (inputs, grid) for both kernels of blend_tpu. A matmul spreads the weights [t, k, g]
+    of k sources over d features, d / g for each weight: w @ hot[j] is [block, d] for source j."""
     t, d = flat(sources[0]).shape
     dtype = sources[0].dtype
     k, g = weights.shape[2:]
     block = math.gcd(t, BLOCK)
 
-    def cut(x):
-        return pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0))
+    def block_spec(x):
+        return pl.BlockSpec((block, x.shape[1]), lambda i, _: (i, 0))
 
     lanes = -(-k * g // LANES) * LANES  # whole tiles
     packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, lanes - k * g)))
-    # A float32 weight as the sum of two of `dtype`: the matmul's operands are no wider.
+    # A float32 weight is the sum of two numbers of `dtype`, the dtype of the matmul.
     rounded = packed.astype(dtype)
     rest = (packed - rounded.astype(jnp.float32)).astype(dtype)
     w = jnp.concatenate([rounded, rest], axis=1)
-    refs = {
-        "x": reads(jax.tree.map(flat, x), cut),  # [block, d], or None
-        "w": reads(w, cut),  # [block, 2 lanes]
-        "ys": reads([flat(y) for y in sources], cut),  # [block, d] each
+    inputs = {
+        "x": (jax.tree.map(flat, x), block_spec),  # [block, d], or None
+        "w": (w, block_spec),  # [block, 2 lanes]
+        "ys": ([flat(y) for y in sources], block_spec),  # [block, d] each
     }
     lane = jnp.arange(2 * lanes) % lanes
     weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # of each feature
     hot = (lane[None, :, None] == weight[:, None]).astype(dtype)
-    refs["hot"] = reads(hot, as_one_block)  # [k, 2 lanes, d]: 1 where a lane has its weight
-    return refs, cut, {"i": t // block}
+    inputs["hot"] = hot, as_one_block  # [k, 2 lanes, d]: 1 where the lane has the feature's weight
+    return inputs, {"i": t // block}
 
 
 @jax.custom_vjp
 def blend_tpu(x_btd, weights, sources):
-    """blend in one TPU kernel, and one for its gradients."""
-    refs, cut, grid = blend_refs(x_btd, weights, sources)
-    refs["y"] = writes(refs["ys"].array[0], cut)  # [block, d]
+    """blend in one TPU kernel, and its gradients in another."""
+    inputs, grid = blend_inputs(x_btd, weights, sources)
+    ys, block_spec = inputs["ys"]
+    operands = Operands(inputs, {"y": (ys[0], block_spec)})  # [block, d]
 
     def body(r):
         total = 0.0 if r.x is None else r.x[...].astype(jnp.float32)
@@ -7501,19 +7482,20 @@ def blend_tpu(x_btd, weights, sources):
             total += times(r.w[...], r.hot[j]) * y
         r.y[...] = total.astype(r.y.dtype)
 
-    written = run_kernel("weighted_sum", grid, refs, body)
-    return written.y.reshape(sources[0].shape)
+    return run_kernel("weighted_sum", grid, operands, body)["y"].reshape(sources[0].shape)
 
 
 def blend_tpu_backward(kept, grad_btd):
-    """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
-    times the source over the features of its group."""
-    x_btd, weights, sources = kept  # of x it only matters whether it is there
-    refs, cut, grid = blend_refs(grad_btd, weights, sources)  # x is the gradient
-    refs["y_grads"] = writes(refs["ys"].array, cut)  # [block, d] each
-    t, columns = refs["w"].array.shape
-    lanes = columns // 2
-    refs["sums"] = writes(jax.ShapeDtypeStruct((t, lanes), jnp.float32), cut)  # of weights
+    """Return the gradients of x (grad_btd itself), of the weights (sums of gradient * source over
+    the features of a weight), and of the sources (gradient * weights)."""
+    x_btd, weights, sources = kept  # x is only checked for None
+    inputs, grid = blend_inputs(grad_btd, weights, sources)  # x is the gradient
+    w, block_spec = inputs["w"]
+    lanes = w.shape[1] // 2
+    outputs = {
+        "y_grads": inputs["ys"],  # [block, d] each
+        "sums": (jax.ShapeDtypeStruct((len(w), lanes), jnp.float32), block_spec),  # [block, lanes]
+    }
 
     def body(r):
         grad = r.x[...].astype(jnp.float32)
@@ -7525,10 +7507,10 @@ def blend_tpu_backward(kept, grad_btd):
             sums += times(products, r.hot[j, :lanes], transpose=True)
         r.sums[...] = sums
 
-    written = run_kernel("weighted_sum_grads", grid, refs, body)
-    source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in written.y_grads)
+    written = run_kernel("weighted_sum_grads", grid, Operands(inputs, outputs), body)
+    source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in written["y_grads"])
     count = math.prod(weights.shape[2:])
-    weight_grads = written.sums[:, :count].reshape(weights.shape)
+    weight_grads = written["sums"][:, :count].reshape(weights.shape)
     x_grad = None if x_btd is None else grad_btd
     return x_grad, weight_grads, source_grads
 
@@ -7538,27 +7520,27 @@ blend_tpu.defvjp(lambda *arrays: (blend_tpu(*arrays), arrays), blend_tpu_backwar
 
 # ---- Gradients of tables for TPUs --------------------------------------------------------------
 
-# XLA scatters the rows of a lookup's gradient one by one, into zeros that it has to write first, in
-# float32 because a frequent id comes up thousands of times. On a TPU one-hot matrices are predicted
-# to do better, by 6 s of a run on a v6e-8 (records/NOTES.md): when tokens are sorted by id, a tile
-# of table rows meets few blocks of tokens, and each meeting is one small matmul. Sums are float32,
-# and every row of the table is written once, rounded.
+# For the gradient of a lookup, XLA writes a table of zeros and then scatters rows one by one, in
+# float32 because frequent ids occur thousands of times. On a TPU, matmuls with one-hot matrices are
+# predicted to save 6 s of a run on a v6e-8 (records/NOTES.md). If tokens are sorted by id, a tile
+# of table rows is used by few blocks of tokens, and each such meeting is one small matmul. Sums are
+# float32, and each row of the table is written once, rounded.
 
 ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
 
 
 def meetings(ids, rows: int, block: int):
-    """(tile, block): which tile meets which block at each step. A tile is ROW_TILE of the `rows` of
-    a table; the tokens, whose ids ascend, are cut into blocks. Every tile has a step even if no
-    token uses it. As tiles and blocks rise together, there are tiles + blocks - 1 steps at most;
-    those that are left over have a block past the last."""
+    """Return (tile, block), int32 [steps]: which tile meets which block at each step. A tile is
+    ROW_TILE of the `rows` of a table, a block is `block` tokens with ascending ids. Every tile has
+    a step, even if no token uses it. Tiles and blocks both ascend, so at most tiles + blocks - 1
+    steps are needed; unneeded steps have the number of blocks as their block."""
     tiles = -(-rows // ROW_TILE)
     blocks = ids.size // block
     first_ids = jnp.arange(tiles + 1) * ROW_TILE
     starts = jnp.searchsorted(ids, first_ids).astype(jnp.int32)  # the first token of each tile
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
     last = jnp.maximum((starts[1:] - 1) // block, first)
-    ends = jnp.cumsum(last - first + 1)  # the step after those of each tile
+    ends = jnp.cumsum(last - first + 1)  # the step after the last of each tile
     step = jnp.arange(tiles + blocks - 1, dtype=jnp.int32)
     tiles_done = jnp.sum(ends[None] <= step[:, None], axis=1, dtype=jnp.int32)
     tile = jnp.minimum(tiles_done, tiles - 1)
@@ -7566,8 +7548,8 @@ def meetings(ids, rows: int, block: int):
 
 
 def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
-    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step multiplies
-    each table's rows of a block by the one-hot matrix [tile, block] of a meeting."""
+    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. Each step
+    multiplies the one-hot matrix [tile, block] of a meeting by a block of each table's rows."""
     v, d = table_vd.shape
     rows = [flat(x) for x in jax.tree.leaves(rows)]
     tables = len(rows)
@@ -7579,28 +7561,26 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
         rows = [x[order] for x in rows]
     dtype = rows[0].dtype
     tile_of_step, block_of_step = meetings(ids, v // tables, block)
-    steps = tile_of_step.size
+    steps = len(tile_of_step)
     blocks = ids.size // block
 
-    def met(x):
-        """For run_kernel: the block of this step."""
+    def of_block(x):
+        """The block of tokens of this step."""
         shape = len(x) // blocks, *x.shape[1:]
         rest = (0,) * (x.ndim - 1)
-        return pl.BlockSpec(shape, lambda i, _, block: (jnp.minimum(block[i], blocks - 1), *rest))
+        return pl.BlockSpec(shape, lambda i, r: (jnp.minimum(r["block"][i], blocks - 1), *rest))
 
-    def meeting(x):
+    def of_tile(x):
         """The tile of this step, of all tables."""
-        return pl.BlockSpec((tables, ROW_TILE, d), lambda i, tile, _: (0, tile[i + 1], 0))
+        return pl.BlockSpec((tables, ROW_TILE, d), lambda i, r: (0, r["tile"][i + 1], 0))
 
-    refs = {
-        # [steps + 2]: before the first and after the last step -1, which is no tile
-        "tile": scalars(jnp.pad(tile_of_step, 1, constant_values=-1)),
-        "block": scalars(block_of_step),  # [steps]
-        "ids": reads(ids.reshape(blocks, 1, block), met),  # [1, 1, block]
-        "rows": reads(rows, met),  # [block, d] each
-        "sums": writes(jax.ShapeDtypeStruct((tables, v // tables, d), dtype), meeting),
-        "total": keeps((tables, ROW_TILE, d), jnp.float32),  # the same, not rounded
-    }
+    # "tile" is padded with -1, which is no tile, before the first step and after the last.
+    tile_of_step = jnp.pad(tile_of_step, 1, constant_values=-1)
+    scalars = {"tile": tile_of_step, "block": block_of_step}
+    # References are [1, 1, block], and for each table [block, d].
+    inputs = {"ids": (ids.reshape(blocks, 1, block), of_block), "rows": (rows, of_block)}
+    outputs = {"sums": (jax.ShapeDtypeStruct((tables, v // tables, d), dtype), of_tile)}
+    scratch_shapes = {"total": pltpu.VMEM((tables, ROW_TILE, d), jnp.float32)}  # sums, not rounded
 
     def body(r):
         before, tile, after = (r.tile[r.i + k] for k in range(3))
@@ -7620,49 +7600,50 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
         def store():
             r.sums[...] = r.total[...].astype(r.sums.dtype)
 
-    written = run_kernel(f"sum_rows_{tables}", {"i": steps}, refs, body)
-    return table_vd + written.sums.reshape(v, d).astype(table_vd.dtype)
+    operands = Operands(inputs, outputs, scratch_shapes, scalars)
+    written = run_kernel(f"sum_rows_{tables}", {"i": steps}, operands, body)
+    return table_vd + written["sums"].reshape(v, d).astype(table_vd.dtype)
 
 
 # ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
 
-# One kernel takes a block of queries of one head through the keys that any of them can see, tile by
-# tile (FlashAttention, Dao et al. 2022). Two more go back, one with a block of queries through its
-# keys, and one with a block of keys through its queries. Windows and documents only move on along
-# a row. So what a block can see is one stretch of the row: tiles outside cost nothing, and no list
-# of documents is needed. QK norm bounds the scores: no running maximum. Written with Pallas for
-# Triton, which finds the tensor core instructions and loads tiles ahead of their use. (jax 0.11
-# calls this way into Triton deprecated, for Mosaic GPU, which cannot be interpreted on a CPU.)
+# The forward kernel runs a block of queries of one head against the keys that any of them can see,
+# tile by tile (FlashAttention, Dao et al. 2022). The backward pass has two kernels: for a block of
+# queries over its keys, and for a block of keys over its queries. The visible keys of a block are
+# one contiguous range of the row, so tiles outside cost nothing, and no list of documents is
+# needed. QK norm bounds the scores, so no running maximum is needed. Pallas compiles these kernels
+# with Triton, which selects tensor core instructions and prefetches tiles. (JAX 0.11 deprecates
+# Triton in favor of Mosaic GPU, which cannot be interpreted on a CPU.)
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work. For attention tokens are powers of two, 128 at most."""
+    """How a kernel tiles its work. In attention, `block` and `tile` are powers of two up to 128."""
 
-    block: int  # tokens that one step of the grid takes: queries, or keys
-    tile: int  # of what these meet (keys, queries, logits), so many at a time
+    block: int  # tokens (queries or keys) per step of the grid
+    tile: int  # keys, queries or logits that a block is combined with at a time
     warps: int
-    stages: int  # tiles that are on their way at once
+    stages: int  # number of tiles in flight at once
 
 
-# Bytes of shared memory that three stages take at most if heads are 128 wide: of the programs that
-# were compiled, `key_gradients` on sm_100 takes the most. Two stages take 74,240 bytes on chips of
-# 99 KiB, which is the least. `records/bench.py --kernels STAGE` times other tiles.
+# Bytes of shared memory for three stages if heads are 128 wide, the maximum over all compiled
+# programs (`key_gradients` on sm_100). Two stages need 74,240 bytes on the smallest chips (99 KiB).
+# `records/bench.py --kernels STAGE` times other tiles.
 THREE_STAGES = 164_928
 
 
 def tiles_for(cfg: Config, device) -> Tiles:
-    """The tiles that took the least time on an H100, with two stages instead of three if the shared
-    memory of this GPU is too small. (Nobody has timed the tiles on other GPUs.) If jax does not
-    report how much a block has, it is taken to be 99 KiB, the least of all GPUs since Ampere."""
+    """Return the fastest tiles on an H100 (other GPUs are not timed), with two stages instead of
+    three if the GPU's shared memory is too small. If JAX does not report its size, assume 99 KiB,
+    the minimum since Ampere."""
     room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
     return Tiles(64, 64, warps=4, stages=3 if room >= THREE_STAGES else 2)
 
 
 def sum_tiles(first, last, tile: int, add: Callable, *shapes):
-    """The sums after add(place of a tile in the row, which of its tokens each of the block can see
-    [block, tile], sums so far) -> sums, of all tiles in which any of them can see tokens, or is
-    seen by them. For each token of the block these are the tokens from `first` to `last`, int
-    [block]. Sums are float32 of these shapes."""
+    """Return float32 sums of these shapes over all tiles with tokens in range for the block.
+
+    add(place of the tile in the row, mask [block, tile], sums so far) returns the new sums. The
+    range of each token in the block is from `first` to `last`, int [block], both inclusive."""
 
     def add_tile(j, sums):
         tokens = (j * tile + jnp.arange(tile))[None]
@@ -7675,34 +7656,35 @@ def sum_tiles(first, last, tile: int, add: Callable, *shapes):
 
 
 def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
-    """run_kernel for every block of every row and head. body(r, the places of the block's tokens in
-    the row) has references to a block of the arrays in `blocks` and of `outputs` (name -> array, or
-    its shape and dtype), and to a whole row of those in `rows`. Arrays are [b, t, n, h or v],
-    [b, n, t] or [b, t]; of these a reference has [tokens, h or v], or [tokens]."""
+    """Call run_kernel with a step for each block of each head and row. body(r, positions of the
+    block's tokens in the row) has references to a block of each array in `blocks` and `outputs`
+    (name -> array or jax.ShapeDtypeStruct), and to a full row of each array in `rows`. Arrays are
+    [b, t, n, h or v], [b, n, t] or [b, t], and references [tokens, h or v] or [tokens]."""
     b, t, n, _ = (blocks | rows)["q"].shape
 
-    def cut(tokens: int, block_at: Callable, x):
+    def block_spec(tokens: int, block_at: Callable, x):
         if x.ndim == 4:
             shape = None, tokens, None, x.shape[3]
-            return pl.BlockSpec(shape, lambda i, n, b: (b, block_at(i), n, 0))
+            return pl.BlockSpec(shape, lambda i, n, b, _: (b, block_at(i), n, 0))
         if x.ndim == 3:
-            return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, block_at(i)))
-        return pl.BlockSpec((None, tokens), lambda i, n, b: (b, block_at(i)))
+            return pl.BlockSpec((None, None, tokens), lambda i, n, b, _: (b, n, block_at(i)))
+        return pl.BlockSpec((None, tokens), lambda i, n, b, _: (b, block_at(i)))
 
-    of_block = functools.partial(cut, tiles.block, lambda i: i)
-    of_row = functools.partial(cut, t, lambda i: 0)
-    refs = {name: reads(x, of_block) for name, x in blocks.items()}
-    refs |= {name: reads(x, of_row) for name, x in rows.items()}
-    refs |= {name: writes(like, of_block) for name, like in outputs.items()}
+    of_block = functools.partial(block_spec, tiles.block, lambda i: i)
+    of_row = functools.partial(block_spec, t, lambda i: 0)
+    inputs = {name: (x, of_block) for name, x in blocks.items()}
+    inputs |= {name: (x, of_row) for name, x in rows.items()}
+    operands = Operands(inputs, {name: (like, of_block) for name, like in outputs.items()})
+    grid = {"i": t // tiles.block, "head": n, "row": b}
 
     def with_tokens(r):
         body(r, r.i * tiles.block + jnp.arange(tiles.block))
 
-    return run_kernel(name, {"i": t // tiles.block, "head": n, "row": b}, refs, with_tokens, tiles)
+    return run_kernel(name, grid, operands, with_tokens, tiles)
 
 
 def attend_gpu_forward(tiles: Tiles, arrays: dict):
-    """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t])."""
+    """Return (y [b, t, n, v], arrays with y and log_sums: log2 of the softmax sums [b, n, t])."""
     b, t, n, v = arrays["v"].shape
     dtype = arrays["q"].dtype
     queries = {name: arrays[name] for name in ("q", "first")}
@@ -7724,12 +7706,12 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
         r.log_sums[...] = jnp.log2(total)
 
     written = run_tiles("attend", tiles, queries, keys, outputs, body)
-    return written.y, arrays | {"y": written.y, "log_sums": written.log_sums}
+    return written["y"], arrays | written
 
 
 def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
-    """Gradients of q, k and v, by the formulas of attend_tpu_backward; first and last get none."""
-    # What the gradients of all scores of a query have too much: their weighted mean.
+    """Return the gradients of q, k and v by the formulas above attend_tpu_backward."""
+    # Weighted mean of the gradients of a query's weights.
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     queries = {"q": arrays["q"], "log_sums": arrays["log_sums"], "mean": mean, "y_grad": y_grad}
     keys = {"k": arrays["k"], "v": arrays["v"]}
@@ -7739,7 +7721,7 @@ def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
 
 
 def query_gradients(tiles: Tiles, queries: dict, keys: dict):
-    """The gradient of q: each block of queries goes through its keys."""
+    """Return the gradient of q: each step sums over the keys of a block of queries."""
     dtype = queries["q"].dtype
 
     def body(r, tokens):
@@ -7759,12 +7741,12 @@ def query_gradients(tiles: Tiles, queries: dict, keys: dict):
         r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
 
     outputs = {"q_grad": queries["q"]}
-    return run_tiles("attend_backward_queries", tiles, queries, keys, outputs, body).q_grad
+    return run_tiles("attend_backward_queries", tiles, queries, keys, outputs, body)["q_grad"]
 
 
 def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
-    """The gradients of k and v: each block of keys goes through the queries that see it. Scores
-    stand as [keys, queries]."""
+    """Return the gradients of k and v: each step sums over the queries that see a block of keys.
+    Scores are [keys, queries]."""
     dtype = keys["k"].dtype
 
     def body(r, tokens):
@@ -7785,11 +7767,10 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
 
     outputs = {"k_grad": keys["k"], "v_grad": keys["v"]}
     written = run_tiles("attend_backward_keys", tiles, keys, queries, outputs, body)
-    return written.k_grad, written.v_grad
+    return written["k_grad"], written["v_grad"]
 
 
-# attend_gpu of q (scaled already), k and v, the first key that each query can see, and the last
-# query that can see each key
+# (tiles, arrays) -> y, for the arrays that attend_gpu prepares
 attend_gpu_arrays = jax.custom_vjp(
     lambda tiles, arrays: attend_gpu_forward(tiles, arrays)[0], nondiff_argnums=(0,)
 )
@@ -7797,19 +7778,19 @@ attend_gpu_arrays.defvjp(attend_gpu_forward, attend_gpu_backward)
 
 
 def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """attend_plain in one kernel forward and two back. Needs rows of a multiple of 128 tokens (else
-    their end is missing), heads of powers of two, scores <= MAX_SCORE."""
+    """attend_plain in one kernel forward and two backward. Needs rows of a multiple of 128 tokens
+    (a shorter end is left out), powers of two as widths of heads, and scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
     token = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
-    mirrored = document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end
+    mirrored = document_starts(segments_bt[:, ::-1])[:, ::-1]  # from the end of the row
     stops = t - 1 - mirrored
     arrays = {
         "q": (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype),  # the exponential is 2^x
         "k": k_btnh,
         "v": v_btnh,
-        "first": jnp.maximum(starts, token - window),  # key that a query can see
-        "last": jnp.minimum(stops, token + window),  # query that can see a key
+        "first": jnp.maximum(starts, token - window),  # first key that a query can see
+        "last": jnp.minimum(stops, token + window),  # last query that can see a key
     }
     return attend_gpu_arrays(tiles, arrays)
 
@@ -7817,20 +7798,20 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
 # ---- Loss for NVIDIA GPUs ----------------------------------------------------------------------
 
 # On GPUs XLA calls a library for matmuls, so the logits are written to memory, in bfloat16. A
-# kernel turns them into losses and gradients in place.
+# kernel then computes the losses, and replaces the logits by their gradients.
 
-# A step of loss_rows takes one token, and so many of its logits at once.
+# A step of loss_rows handles one token, 2048 of its logits at a time.
 LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)
 
 
 def loss_rows(logits_tv, targets, weights, cfg: Config):
-    """(losses float32 [t, targets], the gradients [t, v] of their weighted sum by the logits before
-    the cap, in the memory of these). A step of the kernel goes through one row twice: the second
-    time it is in a cache. XLA's own code reads it from memory again, and has 63 instructions for
-    each logit. (Timed alone on an H100, the loss took 13 % less with this kernel. No whole program
-    that has it was ever timed, see records/NOTES.md.)
+    """Return (losses float32 [t, targets], gradients [t, v] of their weighted sum by the logits
+    before the cap, in the memory of the logits). tanh is the chip's, off by up to 2^-11 of itself,
+    as upstream.
 
-    tanh is the chip's, off by up to 2^-11 of itself, as in the original."""
+    A step reads a row twice, the second time from a cache. XLA's own code reads it from memory
+    again, with 63 instructions per logit. (In isolation on an H100, the loss took 13 % less time
+    with this kernel. No whole program with it was timed, see records/NOTES.md.)"""
     a, b, c = cfg.logit_cap
     half = a / 2
     t, v = logits_tv.shape
@@ -7838,31 +7819,29 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
     tiles = pl.cdiv(v, tile)
 
     def row(x):
-        return pl.BlockSpec((None, x.shape[1]), lambda i: (i, 0))
+        return pl.BlockSpec((None, x.shape[1]), lambda i, _: (i, 0))
 
-    def row_of_logits(x):  # in whole tiles, of which the last may go beyond
-        return pl.BlockSpec((None, tiles * tile), lambda i: (i, 0))
+    def row_of_logits(x):  # in whole tiles: the last may extend beyond the row
+        return pl.BlockSpec((None, tiles * tile), lambda i, _: (i, 0))
 
-    refs = {
-        "z": reads(logits_tv, row_of_logits),
-        "targets": reads(targets, row),
-        "weights": reads(weights, row),
-        "grad": writes(logits_tv, row_of_logits),
-        "sum": writes(jax.ShapeDtypeStruct((t, 1), jnp.float32), row),
-        "z_targets": writes(jax.ShapeDtypeStruct(targets.shape, logits_tv.dtype), row),
+    inputs = {"z": (logits_tv, row_of_logits), "targets": (targets, row), "weights": (weights, row)}
+    outputs = {
+        "grad": (logits_tv, row_of_logits),
+        "sum": (jax.ShapeDtypeStruct((t, 1), jnp.float32), row),
+        "z_targets": (jax.ShapeDtypeStruct(targets.shape, logits_tv.dtype), row),
     }
 
     def body(r):
         from jax.experimental.pallas import triton
 
         tanh = jnp.tanh if compiled_for() == "cpu" else triton.approx_tanh
-        aims = [(r.targets[k], r.weights[k]) for k in range(targets.shape[1])]
-        # Before gradients take the place of logits: all threads meet in the sum below.
-        for k, (target, _) in enumerate(aims):
+        weighted_targets = [(r.targets[k], r.weights[k]) for k in range(targets.shape[1])]
+        # Read before gradients overwrite logits: all threads synchronize in the sum below.
+        for k, (target, _) in enumerate(weighted_targets):
             r.z_targets[k] = r.z[target]
 
         def squashed(j):
-            """Of a tile: its place, ids, which of them there are, and squash of its logits."""
+            """Return the slice, ids, mask of existing ids and squashed logits of tile j."""
             place = pl.ds(j * tile, tile)
             ids = j * tile + jnp.arange(tile)
             z = triton.load(r.z.at[place], mask=ids < v, other=0.0)
@@ -7874,20 +7853,22 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
 
         total = jnp.sum(lax.fori_loop(0, tiles, add, jnp.zeros(tile, jnp.float32)))
         r.sum[0] = total
-        share = sum(weight for _, weight in aims) / total
+        share = sum(weight for _, weight in weighted_targets) / total
 
         def store(j, _):
             place, ids, is_there, s = squashed(j)
             grad = jnp.exp2(half * LOG2E * s) * share
-            for target, weight in aims:
+            for target, weight in weighted_targets:
                 grad -= jnp.where(ids == target, weight, 0.0)
             grad *= a / (4 * c) * (1 - s * s)
             triton.store(r.grad.at[place], grad.astype(logits_tv.dtype), mask=is_there)
 
         lax.fori_loop(0, tiles, store, None)
 
-    written = run_kernel("loss", {"i": t}, refs, body, LOSS_TILES, [(0, 0)])
-    return jnp.log(written.sum) - half * squash(written.z_targets, cfg), written.grad
+    operands = Operands(inputs, outputs)
+    written = run_kernel("loss", {"i": t}, operands, body, LOSS_TILES, {0: 0})  # grad in place of z
+    losses = jnp.log(written["sum"]) - half * squash(written["z_targets"], cfg)
+    return losses, written["grad"]
 
 
 def end_process(status: int):

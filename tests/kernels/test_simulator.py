@@ -39,9 +39,10 @@ slow = pytest.mark.slow
 def run_small_kernel(body):
     """The output of a kernel `body` that reads x, writes y and has scratch memory."""
     x = jnp.ones((8, 128))
-    refs = {"x": T.reads(x, T.as_one_block), "y": T.writes(x, T.as_one_block)}
-    refs["scratch"] = T.keeps(x.shape, x.dtype)
-    return np.asarray(jax.jit(lambda: T.run_kernel("small", {"i": 2}, refs, body).y)())
+    block = x, T.as_one_block
+    operands = T.Operands({"x": block}, {"y": block}, {"scratch": pltpu.VMEM(x.shape, x.dtype)})
+    run = jax.jit(lambda: T.run_kernel("small", {"i": 2}, operands, body)["y"])
+    return np.asarray(run())
 
 
 def reads_scratch(r):
