@@ -1611,8 +1611,8 @@ def hyper_of_steps(cfg: Config) -> Hyper:
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the factor on every learning rate at each step: the stage's lr_factor, which moves
-    linearly to lr_floor over the cooldown. Averaging the last weights replaces lower rates."""
+    """Return the factor on every learning rate at each step: lr_factor, moving linearly to lr_floor
+    over the cooldown. Averaging the last weights replaces lower rates."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
