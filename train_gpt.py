@@ -1110,8 +1110,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     dropped = jnp.float32(0)
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         dropped = dropped_ngrams(batch.rows.slots)
-    total, dropped = lax.psum(jnp.stack([total, dropped]), AXIS)
-    return total, dropped
+    return tuple(lax.psum(jnp.stack([total, dropped]), AXIS))
 
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
