@@ -134,7 +134,7 @@ class Kernels(NamedTuple):
     attend: Callable  # q, k, v -> outputs of all heads: attend_heads, with attend_band
     cross_entropy: Callable  # hidden states -> loss: cross_entropy
     add_rows: Callable  # the gradient of a lookup: scatter_rows
-    blend: Callable  # sum of arrays with weights per token: blend
+    blend: Callable  # per-token weighted sum of arrays: blend
 
 
 class Model(NamedTuple):
@@ -429,8 +429,8 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
 def positions(t: int, heads: Heads):
     """Return positions for the rotation, int [t, 1], or [t, n] for paired heads. A pair of heads
     attends over 2t positions: even heads have the positions 2t, odd heads 2t + 1. pair_heads,
-    though, puts the first half of the heads at 2t and the second half at 2t + 1. This is a bug of
-    upstream, kept so that losses agree."""
+    though, puts the first half of the heads at 2t and the second half at 2t + 1. This is an
+    upstream bug, kept so that losses agree."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
         return token
@@ -641,11 +641,11 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     """Take one step of ANVIL on a bank (record 92), all float32: return the new arrays of `old`,
     which holds "params" and the moments.
 
-    Without its ideas ANVIL is Muon (Jordan et al. 2024, record 4): the momentum of each matrix is
-    replaced with the nearest orthogonal matrix, so that all directions learn at the same rate.
-    Banks are [matrices, rows, cols], this device's shard. Weight decay is applied only where the
-    average of the gradient shrinks the weight or, as upstream, is 0 (cautious, after Liang et al.
-    2024; record 43)."""
+    With all its extensions disabled, ANVIL is Muon (Jordan et al. 2024, record 4): the momentum of
+    each matrix is replaced with the nearest orthogonal matrix, so that all directions learn at the
+    same rate. Banks are [matrices, rows, cols], this device's shard. Weight decay is applied only
+    where the average of the gradient shrinks the weight or, as upstream, is 0 (cautious, after
+    Liang et al. 2024; record 43)."""
     param = old["params"]
     if cfg.slow_rate:  # "ANVIL": two averages of the gradient
         update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
@@ -659,13 +659,13 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
         update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     else:
         update = as_large(update)  # "ANVIL": only scaled
-    if cfg.equalize_rate:  # "ANVIL": all rows, or columns, equally large
+    if cfg.equalize_rate:  # "ANVIL": normalizes rows or columns
         update, new["equaliser"] = equalize(update, old["equaliser"], cfg.equalize_rate)
     lr = hyper.lr * row.lr
     decays = average * param >= 0 if cfg.cautious else 1.0
     update += lr * row.decay * decays * param
-    # Each matrix has a factor on its rate. Banks are padded to a multiple of the devices; the
-    # factor of a padding matrix does not matter.
+    # Each matrix has its own learning-rate factor. Banks are padded to a multiple of the devices;
+    # the factor of a padding matrix does not matter.
     matrices = len(param)
     numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)
     scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
@@ -690,7 +690,7 @@ def orthogonalize(x, dtype):
     in `dtype`. It multiplies only with the Gram matrix of the shorter side."""
     x = x.astype(dtype)
     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
-    x = (x / (norms * 1.05 + 1e-6)).astype(dtype)  # singular values below 1, after rounding too
+    x = (x / (norms * 1.05 + 1e-6)).astype(dtype)  # singular values below 1, even when rounded
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
 
@@ -1127,7 +1127,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     """Train from the start, or from the checkpoint `saved`, to the end; return the run's folder.
     The clock covers every training step, data loading and intermediate checkpoints; setup
     (`prepare`), validation and the final checkpoint are excluded; the last averaging is counted.
-    Functions of logging and set-up are in Part IV. Checkpoints, and the stop after a
+    Logging and set-up functions are in Part IV. Checkpoints, and the stop after a
     signal, happen at the next step at which no gradients are being accumulated."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
@@ -1348,7 +1348,7 @@ class Config:
     # Optimizers. param_table has the factors for each parameter.
     muon: bool = True  # orthogonalizes updates of matrices; False only scales them (as_large)
     lr_anvil: float = 0.023  # base learning rate of ANVIL
-    decay_anvil: float = 2.25  # each step removes lr * lr * decay_anvil * Param.scale of a weight
+    decay_anvil: float = 2.25  # weight decay per step: lr * lr * decay_anvil * Param.scale
     momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (see momentum_at)
     momentum_warmup: Positive[int] = 240  # number of steps at the start over which momentum rises
     momentum_cooldown: int = 50  # number of steps at the end over which momentum falls
@@ -1358,7 +1358,7 @@ class Config:
     equalize_rate: float = 0.1  # 1 - beta of the mean squares in `equalize`; 0 disables it
     cautious: bool = True  # weight decay only where the update (ANVIL: average) shrinks the weight
     lr_adam: float = 0.008  # base learning rate of Adam
-    decay_adam: float = 0.005  # each step removes lr * lr * decay_adam of a weight
+    decay_adam: float = 0.005  # weight decay per step: lr * lr * decay_adam
     adam_eps: Positive[float] = 1e-10
     # Adam betas of mixing weights; Adam betas of gates and other scalars.
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
@@ -3177,7 +3177,7 @@ STALL_SECONDS = 10  # a longer wait for a batch is reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`; a thread makes up to `depth` of them ahead of use. It starts an item only
+    """Yield `items`, prefetching up to `depth` of them in a thread. It starts an item only
     while the clock is `running`, since otherwise the clock would not count that work. `late` is
     called with a message when an item takes long. Closing this generator ends the thread."""
     ready = queue.Queue(depth)
@@ -3384,7 +3384,7 @@ def read_batch(stream: TokenStream, mesh: Mesh, cursor: int, stage: Stage):
 
 def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
     """Yield (this process's rows, uint16 [b, t + 1]; whether each counts, bool [b, 1]) per batch.
-    Rows that do not count are padding of the last batch."""
+    Rows that do not count pad the last batch."""
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
     t = cfg.val_row
