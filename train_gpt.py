@@ -5950,7 +5950,7 @@ class Program:
         """Return the program, ready to be compiled."""
         return self.traced.lower()
 
-    @property
+    @functools.cached_property
     def results(self) -> tuple:
         """The layout of the results."""
 
