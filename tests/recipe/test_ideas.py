@@ -1,6 +1,7 @@
 """Every idea of the record can be left out; without any of them it is a plain GPT."""
 
 import ast
+import copy
 import itertools
 import json
 import re
@@ -210,7 +211,7 @@ def without_ideas() -> str:
     for node in DEFINITIONS:
         part = part_of(node)
         if part == 1 and node.lineno > CORE:
-            node = WithoutIdeas().visit(node)
+            node = WithoutIdeas().visit(copy.deepcopy(node))  # other tests use the tree
         if part != 2 or {*definitions_of(node)} & needed:
             kept.append(node)
     imports = [node for node in TREE.body if isinstance(node, ast.Import | ast.ImportFrom)]
