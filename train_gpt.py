@@ -66,7 +66,6 @@ import threading
 import time
 import typing
 import unicodedata
-import urllib.request
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -3401,32 +3400,31 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
 # PART IV: AROUND A RUN
 # ================================================================================================
 
-# ---- Set-up: all that is done before the clock starts ------------------------------------------
+# ---- Set-up: everything before the clock starts --------------------------------------------------
 
 
 class Prepared(NamedTuple):
-    """What is ready when the clock starts."""
+    """Everything that `train` needs when the clock starts."""
 
     cfg: Config  # for the devices of `mesh`
     mesh: Mesh
     log: RunLog
-    compiled: dict  # an executable for each key of `programs`
-    state: dict  # all of training, on the devices
+    compiled: dict  # key of `programs` -> executable
+    state: dict  # training state, on the devices
     copies: dict
-    batches: Iterator  # of pairs: a Batch, the LoaderState after it
-    loader: LoaderState  # before the first of them
-    stream: TokenStream  # that they are of
+    batches: Iterator  # of (Batch, LoaderState after it)
+    loader: LoaderState  # before the first batch
+    stream: TokenStream  # of training tokens
     validation: tuple[TokenStream, Vocabulary | None]
-    handlers: dict  # of signals, before ask_to_stop
+    handlers: dict  # signal handlers, to be restored after training
     stop_signal: Callable  # see ask_to_stop
     kernels: Kernels
-    words: list[bytes]  # what ids stand for, see token_bytes
+    words: list[bytes]  # see token_bytes
 
 
 def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Prepared:
-    """What `train` begins with, in its order. Devices and data are checked, and the log is opened.
-    Every program is compiled and has run once. The state is made or loaded. The loader makes its
-    first batch when the clock starts."""
+    """Check devices and data, open the log, compile and run every program once, and create or load
+    the training state. The loader makes its first batch after the clock has started."""
     recipe = cfg
     cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
@@ -3440,8 +3438,8 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     facts = run_facts(recipe, mesh, command, choices) | {"data": data.shards}
     log = open_log(recipe, facts, out, saved, say)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
-    from_all(0)  # the first step waits for processes that compile longer
-    if not jax.config.jax_debug_nans:  # of zeros, norms and logarithms make NaNs
+    from_all(0)  # wait for processes that take longer to compile
+    if not jax.config.jax_debug_nans:  # norms and logarithms of zeros are NaN
         warm_up(cfg, mesh, kernels, compiled)
 
     seed = np.uint32(cfg.seed)
@@ -3451,7 +3449,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         state = start_state(cfg, mesh)(seed)
     if cfg.start and not saved:
         say(f"starting with the parameters of {cfg.start}")
-        del state["params"]  # before others take their room
+        del state["params"]  # frees memory for the other parameters
         other_run = find_checkpoint(Path(cfg.start), say)
         state |= load_state(mesh, other_run, ("params",))
     copies = start_copies(cfg, mesh)(state["params"], seed)
@@ -3464,16 +3462,15 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     by_id = None
     if cfg.ngram_rows:
         by_id = vocabulary(cfg, data.words)
-    if saved:  # nothing can fail anymore: now the run's files may change
+    if saved:  # nothing can fail after this point, so the files of the run may change
         log.begin(saved)
     log.write_facts(compile_seconds=seconds)
     if all(name.startswith("fineweb_") for name in data.shards):
         line = f"FineWeb shards: {provenance(data.folder, data.shards)}"
         log.write("log.txt", line)
         say(line)
-    if cfg.encoding == "bpe":  # so that a sample needs nothing but the run's folder
-        merges = (data.folder / MERGES).read_text()
-        log.write(MERGES, merges)
+    if cfg.encoding == "bpe":  # for sampling from the folder of the run
+        log.write(MERGES, (data.folder / MERGES).read_text())
     return Prepared(
         cfg=cfg,
         mesh=mesh,
@@ -3492,7 +3489,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     )
 
 
-# ---- Data checks: every token that the run will read is there, before anything starts ----------
+# ---- Data checks: all tokens of the run are present and valid ------------------------------------
 
 # JSON files next to shards:
 MERGES = "merges.json"  # for encoding=bpe, also in its runs: the bytes of merged tokens, in hex
@@ -3519,7 +3516,7 @@ def open_data(cfg: Config, say: Callable) -> Data:
 
 
 def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
-    """Return size and hash of every shard that the run will read.
+    """Return the size and the hash of every shard that the run will read.
 
     Raise UserError if tokens are missing, or cannot be from the tokenizer of the config."""
     for split in (stream, val_stream):
@@ -3546,12 +3543,12 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
         try:
             _, cursor = plan_rows(stream, cursor, stage)
             if not stage.doc_cap:
-                stream.shard_at(cursor)  # has the last target
+                stream.shard_at(cursor)  # contains the last target
         except UserError:
             found = f"{stream.paths[0].parent}: {len(stream):,} training tokens"
             fix = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
             raise UserError(f"{found} last for {step} of {cfg.steps} steps: {fix}") from None
-    # The clock counts all work on data, so the loader must find documents and rows again.
+    # The clock includes all work on data, so the loader must find documents and rows again.
     stream.documents.cache_clear()
     stream.rows.cache_clear()
     return cursor
@@ -3560,7 +3557,7 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
 def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
     """Return file name -> size and hash of each shard that is read before the cursor `end`.
 
-    Raise UserError if one has an id beyond the vocabulary."""
+    Raise UserError if a shard has an id outside the vocabulary."""
     last, _ = stream.shard_at(min(end, len(stream) - 1))
     facts = {}
     for path, tokens in zip(stream.paths, stream.shards[: last + 1], strict=False):
@@ -3574,9 +3571,8 @@ def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
 
 
 def provenance(folder: Path, shards: dict[str, dict]) -> str:
-    """Return "verified" if all `shards` (see check_tokens) have the hashes from their download.
-
-    Otherwise, or if no hashes were stored, return "unverified"."""
+    """Return "verified" if all `shards` (see check_tokens) have the hashes from their download,
+    otherwise "unverified"."""
     try:
         published = json.loads((folder / HASHES).read_text())["sha256"]
         same = [published[name] == facts["sha256"] for name, facts in shards.items()]
@@ -3596,7 +3592,7 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
             words = []
         elif cfg.encoding == "gpt2":
             fix = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken  # downloads its file of tokens on first use
+            import tiktoken  # downloads its vocabulary on first use
 
             gpt2 = tiktoken.get_encoding("gpt2")
             words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
@@ -3611,16 +3607,17 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     return words[: cfg.bos]
 
 
-# ---- Devices: which of them a run uses ---------------------------------------------------------
+# ---- Devices: the devices of a run, and the rows of its batches ----------------------------------
 
-BLOCK = 256  # tokens that kernels take at a time
+BLOCK = 256  # tokens that kernels process at a time
 
 
 def for_devices(cfg: Config, devices: int) -> Config:
-    """The config with which so many `devices` train, or the most of them that can share the rows
-    evenly: its `devices` says how many. Where these are no more than the rows, and a row is no
-    longer than micro_tokens, batches are the recipe's. Otherwise rows are shorter, and more: at
-    least one for each device. All of a stage are of one length, in whole BLOCKs."""
+    """Return the config for up to `devices` devices, with their number in cfg.devices.
+
+    It is the largest number that divides the rows evenly. Batches are those of the recipe if each
+    device gets at least a row and no row is longer than micro_tokens. Otherwise rows are cut, in
+    multiples of BLOCK, and all rows of a stage have the same length."""
     rows = cfg.stages[0].rows
 
     def one_row_each(stage: Stage, count: int) -> bool:
@@ -3637,7 +3634,7 @@ def for_devices(cfg: Config, devices: int) -> Config:
     stages = cfg.stages
     largest = max(stage.batch_tokens for stage in stages)
     least = max(used, rows)
-    counts = range(least, largest // BLOCK + 1, least)
+    counts = range(least, largest // BLOCK + 1, least)  # multiples share the rows evenly, too
     shorter = (n for n in counts if n * cfg.micro_tokens >= largest and fits(n))
     count = next(shorter, least)
     if count > rows:
@@ -3650,11 +3647,11 @@ def for_devices(cfg: Config, devices: int) -> Config:
 
 
 def cpu_cores() -> int:
-    """How many cores this process may use, by its affinity and the quotas of its cgroups."""
+    """Return how many cores this process may use: its affinity and the quotas of its cgroups."""
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on every system
         count = len(os.sched_getaffinity(0))
-    for quota in cgroup_values("cpu.max"):  # microseconds of CPU time, and in which period
+    for quota in cgroup_values("cpu.max"):  # "CPU_TIME PERIOD", in microseconds
         used, period = quota.split()
         if used != "max":
             count = min(count, max(1, int(used) // int(period)))
@@ -3662,15 +3659,15 @@ def cpu_cores() -> int:
 
 
 def machine_bytes() -> int:
-    """Bytes of memory that this process may use: the machine's, or less in a container."""
+    """Return the bytes of memory that this process may use, less than all in a container."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limits += [int(limit) for limit in cgroup_values("memory.max") if limit != "max"]
     return min(limits)
 
 
 def cgroup_values(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
-    """Contents of the file `name` of the cgroup (version 2) of this process and of those around
-    it; of containers, which see only their own."""
+    """Return the contents of the file `name` in the cgroup (version 2) of this process and in its
+    parents."""
     values = []
     with contextlib.suppress(OSError, StopIteration):  # another system, or version 1
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -3683,96 +3680,67 @@ def cgroup_values(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
 
 
 def all_devices() -> list:
-    """The devices of all processes; UserError if jax cannot start its backend. Each core of a CPU
-    is a device, up to eight, which have a row each: one device would share every operation out to
-    the cores, and most are too small for that."""
+    """Return the devices of all processes. Raise UserError if JAX cannot start its backend.
+
+    Up to eight cores of a CPU become one device each, with a row per device: as a single device,
+    they would share each operation, and most operations are too small for that."""
     if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
         count = min(cpu_cores(), 8)
-        with contextlib.suppress(RuntimeError):  # a notebook has begun with other devices
+        with contextlib.suppress(RuntimeError):  # in a notebook JAX may have started already
             jax.config.update("jax_num_cpu_devices", count)
     try:
-        return jax.devices()
-    except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
+        devices = jax.devices()
+    except Exception as error:  # RuntimeError, or any exception of a broken plugin
         named = os.environ.get("JAX_PLATFORMS", "")
-        plugins = {"cuda": "jax-cuda", "gpu": "jax-cuda", "tpu": "libtpu"}
-        reason = f"{error!r}: see JAX_PLATFORMS, drivers, and what else may hold them (a notebook)"
-        if plugins.get(named, "") not in " ".join(versions()):
-            extra = "tpu" if named == "tpu" else "cuda13"  # or cuda12, see FOR_OLD_GPUS
-            reason = f"JAX_PLATFORMS={named}, for which it needs pip install 'jax[{extra}]'"
-        raise UserError(f"jax finds no devices: {reason}") from None
+        fix = "see JAX_PLATFORMS and drivers, or end the process that uses them (a notebook)"
+        extras = {"cuda": "cuda13", "gpu": "cuda13", "tpu": "tpu"}
+        if named in extras:
+            fix = f"with JAX_PLATFORMS={named}, it needs pip install 'jax[{extras[named]}]'; {fix}"
+        raise UserError(f"JAX finds no devices ({error!r}): {fix}") from None
+    joined = jax.distributed.is_initialized() or jax.process_count() == 1
+    need(joined, "these devices belong to several hosts: add --distributed on each of them")
+    return devices
 
 
 def capability(device) -> float:
-    """The compute capability of an NVIDIA GPU, or 0. (AMD's have a name in its place.)"""
+    """Return the compute capability of an NVIDIA GPU, or 0 for other devices."""
     text = str(getattr(device, "compute_capability", ""))
     return float(text) if re.fullmatch(r"\d+\.\d", text) else 0.0
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
-    """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
+    """Return the config for the first cfg.devices of the `devices` (0: all), and their mesh.
+
+    Raise UserError if they cannot run one program together."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
     count = len(devices)
     need(cfg.devices <= count, f"devices={cfg.devices}, but there are {count}: use fewer, or 0")
     cfg = for_devices(cfg, cfg.devices or count)
     one_process = devices[-1].process_index == 0
-    unequal = f"{count} devices of several processes share no batch, {cfg.devices} would"
-    need(one_process or cfg.devices == count, unequal)
-    numbers = {}  # of the devices of each kind
-    for number, device in enumerate(devices):
+    uneven = f"{count} devices of several processes cannot divide the rows: use {cfg.devices}"
+    need(one_process or cfg.devices == count, uneven)
+    used = devices[: cfg.devices]
+    numbers = {}  # kind -> its devices
+    for number, device in enumerate(used):
         numbers.setdefault(device.device_kind, []).append(str(number))
-    ways = [f"CUDA_VISIBLE_DEVICES={','.join(of_kind)}" for of_kind in numbers.values()]
-    first = first_alike(devices)
-    cure = f"{' or '.join(ways)}, or --set devices={first}"
-    need(cfg.devices <= first, f"{' and '.join(numbers)} cannot share a program: use {cure}")
-    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
+    fix = " or ".join(f"CUDA_VISIBLE_DEVICES={','.join(x)}" for x in numbers.values())
+    need(len(numbers) == 1, f"{' and '.join(numbers)} cannot run the same program: set {fix}")
+    return cfg, Mesh(np.array(used), (AXIS,))
 
 
-def first_alike(devices: list) -> int:
-    """How many `devices` come before the first of another kind. These can share a program."""
-    kinds = [device.device_kind for device in devices]
-    return len([*itertools.takewhile(kinds[0].__eq__, kinds)])
+# ---- Memory: what a run needs of a device, before anything is compiled -------------------------
 
-
-# ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
-
-
-# Bytes that stay free. At its peak a run on an H200 (commit 21b3d1f) had some 2 GiB more than
-# expected_bytes returns for it.
-SPARE = 2 * 2**30
+SPARE = 2 * 2**30  # bytes per device for allocations that are not counted (records/NOTES.md)
 
 
 def usable(limit: float) -> float:
-    """Bytes that programs may need where a device has `limit`. What they take unforeseen grows with
-    them, so at most a half stays free."""
+    """Return how many bytes programs may use on a device with `limit` bytes: all but SPARE, or half
+    of a small device."""
     return max(limit - SPARE, limit / 2)
 
 
-class Fitted(NamedTuple):
-    """Numbers that are fitted to what a compiler says of `speedrun` (records/NOTES.md)."""
-
-    # What a layer keeps of a token, in vectors of the model's width:
-    kept: float  # for the way back
-    kept_if_recomputed: float  # the same with recompute=1
-    kept_in_validation: float
-    scores: float  # copies of the scores of attend_band
-    rows_added: float  # copies of n-gram rows at once in an update: joined, sorted, in float32
-    # 1 if logits of a chunk, and gradients from the beginning, have memory of their own; else 0
-    apart: float
-    whole_logits: float  # the memory that all logits take beside activations, in their own size
-
-
-FITTED_TO_TPUS = Fitted(12.8, 5, 1.4, scores=3, rows_added=2.2, apart=0, whole_logits=1)
-FITTED_TO_GPUS = Fitted(14, 4, 1.4, scores=3.5, rows_added=5, apart=1, whole_logits=1.5)
-
-
-def fitted_numbers(mesh: Mesh) -> Fitted:
-    """Those for the devices of a mesh."""
-    on_tpu = mesh.devices.flat[0].platform == "tpu"
-    return FITTED_TO_TPUS if on_tpu else FITTED_TO_GPUS
-
-
 def device_bytes(tree) -> int:
-    """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
+    """Return the bytes on a device of arrays with these shapes and shardings."""
     size = 0
     for x in jax.tree.leaves(tree):
         shape = x.sharding.shard_shape(x.shape)
@@ -3822,203 +3790,90 @@ def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
 
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
-    """Return name of each program -> the bytes of a device's memory that it needs, together with
-    everything else that is in memory. Slightly more than compilers for TPUs and GPUs report for
-    `speedrun` (records/NOTES.md)."""
-    sizes = {}
-    for key in [*keys_of_steps(cfg), "finish", "eval"]:
-        size = held_bytes(cfg, mesh, key)
-        if isinstance(key, Gradients) or key == "eval":
-            size += device_bytes(abstract_batch(cfg, mesh, *batch_shape(cfg, key)))
-            size += model_bytes(cfg, mesh, key)
-        elif key != "finish" and key.kind == "tables":
-            size += tables_bytes(cfg, mesh, key)
-        sizes[str(key)] = size
-    return sizes
+    """Return program name -> bytes on a device while the program runs: the arrays that are kept
+    and, if records/fit.py is there, an estimate of the temporary arrays."""
+    if estimate := records_tool("fit.py"):
+        return estimate["expected_bytes"](cfg, mesh)
+    keys = [*keys_of_steps(cfg), "finish", "eval"]
+    return {str(key): held_bytes(cfg, mesh, key) for key in keys}
 
 
-def model_bytes(cfg: Config, mesh: Mesh, key: Gradients | str) -> float:
-    """Return the bytes of temporary arrays of a program of gradients, or of "eval": activations and
-    fetched n-grams."""
-    trains = key != "eval"
-    vector = cfg.width * cfg.dtype.itemsize
-    numbers = fitted_numbers(mesh)
-    b, t, count = batch_shape(cfg, key)
-    rows = b // mesh.size
-    together = rows_together(cfg, rows, t)
-    kept = numbers.kept_in_validation
-    if trains:
-        kept = numbers.kept_if_recomputed if cfg.recompute else numbers.kept
-    vectors = together * t * kept * len(cfg.layers)
-    fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0
-    vectors += fetched * min(mesh.size, 2)  # from others they come beside what is sent
-    size = vectors * vector
-    kernels, _ = pick_kernels(cfg, mesh.devices.flat[0])
-    if kernels.attend is PLAIN.attend:
-        windows = max(stage.windows for stage in cfg.stages) if trains else cfg.val_windows
-        size += numbers.scores * plain_scores(cfg, together, t, max(windows))
-    if trains:
-        whole = t * count or together * t * cfg.vocab  # each row has its own candidates
-        logits = numbers.apart * min(whole, cfg.loss_chunk * cfg.vocab)
-        if cfg.whole_loss == "always" and kernels.cross_entropy is not PLAIN.cross_entropy:
-            logits = max(logits, numbers.whole_logits * whole)
-        narrow = keeps_logits_narrow(cfg, mesh.devices.flat[0])
-        size += logits * (cfg.dtype.itemsize if narrow else 4)
-        size += numbers.apart * (device_bytes(abstract_copies(cfg, mesh)) + fetched * vector)
-    if trains and together < rows:  # gradients are summed in float32
-        dense = [row.shape for name, row in param_table(cfg).items() if name != NGRAMS]
-        sums = sum(map(math.prod, dense)) + fetched * cfg.width
-        size += 4 * sums
-    return size
+def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, fix="") -> str:
+    """Return "" if a program that needs `size` of the `limit` bytes of a device fits.
 
-
-def plain_scores(cfg: Config, rows: int, t: int, window: int) -> int:
-    """Bytes of float32 scores that attend_band has at once, of rows of t tokens."""
-    queries = band_block(t, window)
-    keys = min(2 * queries, t)
-    block = 4 * cfg.heads * queries * keys
-    blocks = rows * t // queries
-    return min(blocks * block, max(block, SCORE_BYTES))
-
-
-def tables_bytes(cfg: Config, mesh: Mesh, update: Update) -> float:
-    """Return the bytes of temporary arrays of an update of tables."""
-    vector = cfg.width * cfg.dtype.itemsize
-    rows = 0
-    if cfg.ngram_rows:
-        tokens = [cfg.stages[stage].batch_tokens for stage in update.stages]
-        rows = sum(mesh.size * capacity(each, mesh.size) for each in tokens)
-    size = fitted_numbers(mesh).rows_added * min(rows, cfg.rows_at_once) * vector
-    if cfg.layers_with("values"):  # the sum of their gradients, in float32
-        size += 4 * len(cfg.layers_with("values")) * cfg.vocab * cfg.width
-    return size
-
-
-def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, cure="") -> str:
-    """Why the program `name` cannot run that needs `size` of the `limit` bytes of a device, with
-    all that lies beside it, and with which settings it can, unless there is another `cure`; "" if
-    it can."""
+    Otherwise, return an error message with the `fix`, or with settings that fit."""
     if size <= usable(limit):
         return ""
-    if not cure:
-        more_than_expected = max(0.0, size - expected_bytes(cfg, mesh)[name])
-        settings = settings_that_fit(cfg, mesh, limit - more_than_expected)
-        added = f"add --set {' '.join(settings)}, or use more devices" if settings else ""
-        cure = added or "use smaller sizes, such as those of tiny, or more devices"
-    needs = f"{name} needs {size / 2**30:.1f} GiB"
-    free = f"{(limit - usable(limit)) / 2**30:.1f} of which must stay free"
-    device = f"the {limit / 2**30:.1f} GiB of a device, {free}"
-    return f"{needs} of {device}: {cure}"
+    if not fix:
+        fix = "use smaller sizes, such as those of tiny, or more devices"
+        if search := records_tool("fit.py"):
+            unexpected = max(0.0, size - expected_bytes(cfg, mesh)[name])
+            settings = search["settings_that_fit"](cfg, mesh, limit - unexpected)
+            if settings:
+                fix = f"add --set {' '.join(settings)}, or use more devices"
+    spare = f"{(limit - usable(limit)) / 2**30:.1f} of which must stay free"
+    needs = f"{name} needs {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
+    return f"{needs}, {spare}: {fix}"
 
 
-LEAST_NGRAMS = 13 * 2**15  # rows of a table that is worth its memory (a guess)
+def check_memory(cfg: Config, mesh: Mesh, fix="") -> str:
+    """Return a line about the memory that the run needs. Raise UserError if there is less, with the
+    `fix` or with settings that fit."""
+    sizes = expected_bytes(cfg, mesh)
+    name = max(sizes, key=sizes.get)
+    size = sizes[name] / 2**30
+    limit = memory_limit(mesh)
+    if mesh.devices.flat[0].platform == "cpu":  # these devices share the memory of the machine
+        machine = machine_bytes() / 2**30
+        needs = f"{cfg.preset} needs about {size * mesh.size:.1f} GiB"
+        cpus = f"jax sees only CPUs, with {machine:.1f} GiB"
+        need(size * mesh.size < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
+    refusal = too_large(cfg, mesh, name, sizes[name], limit, fix)
+    need(not refusal, refusal)
+    if limit == math.inf:
+        return f"it needs about {size:.1f} GiB; this device does not report its memory"
+    return f"it fits: about {size:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
 
 
-def settings_that_fit(cfg: Config, mesh: Mesh, limit: float) -> list[str] | None:
-    """What to --set so that a run fits the `limit` bytes of a device, by expected_bytes: the least
-    that does, in the order of ways_to_fit, and with it the most rows of the n-gram table. None if
-    nothing does."""
-    less = "without=ngrams", "without=ngrams,values"
-    least = min(cfg.ngram_rows, LEAST_NGRAMS)
-    row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    for tables in (f"ngram_rows={least}", *less):
-        for way in ways_to_fit(cfg):
-            try:
-                smaller = for_devices(override(cfg, [tables, *way]), mesh.size)
-            except UserError:  # this way is none for such sizes
-                continue
-            room = usable(limit) - max(expected_bytes(smaller, mesh).values())
-            if room < 0:
-                continue
-            if tables in less:
-                return [tables, *way]
-            rows = cfg.ngram_rows
-            if room < rows * row:
-                rows = min(least + int(room / row / 2**15) * 2**15, rows)
-            return way if rows == cfg.ngram_rows else [f"ngram_rows={rows}", *way]
-    return None
+def memory_limit(mesh: Mesh) -> float:
+    """Return the bytes that jax may use on each device, the least of all devices.
 
-
-def ways_to_fit(cfg: Config) -> list[list[str]]:
-    """Settings with which a run needs less memory, and each time more of them. They cost, in turn:
-    the context of a few validation tokens; a forward pass; updates of tables by gradients of fewer
-    steps; the context of some training tokens, in rows that are cut in two, four, eight."""
-    longest = max(stage.row_tokens for stage in cfg.stages)
-    first, later = cfg.table_every
-
-    def validation(n):
-        return [f"val_row={cfg.val_row // n}", f"val_batch={cfg.val_batch // n}"]
-
-    ways = [["whole_loss=never"] if cfg.whole_loss == "always" else []]
-    for settings in [
-        validation(4),
-        ["recompute=1", "rows_at_once=65536"],
-        [f"table_every={first},{min(first, later)}"],
-        [f"micro_tokens={longest // 2}"],
-        [f"micro_tokens={longest // 4}", *validation(16)],
-        [f"micro_tokens={longest // 8}", f"loss_chunk={max(1, cfg.loss_chunk // 4)}"],
-    ]:
-        keys = [item.partition("=")[0] for item in settings]
-        before = [item for item in ways[-1] if item.partition("=")[0] not in keys]
-        ways.append(before + settings)
-    return ways
+    It is infinity for CPUs, and for GPUs with XLA_PYTHON_CLIENT_ALLOCATOR=platform."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    return min(of_device.get("bytes_limit") or math.inf for of_device in stats)
 
 
 def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
-    """`cfg` with a whole_loss that is decided: "always" if keeps_logits_narrow says so, and the
-    `limit` bytes of a device suffice. The gradient of the head is then written once, and not added
-    up chunk by chunk."""
+    """Return the config with whole_loss=auto replaced by "always" or "never".
+
+    With "always" the gradient of the head is written once, not added up chunk by chunk. That needs
+    memory for all logits of a micro-batch. Activations of `speedrun` take up to three times as
+    much, so "always" requires four times the size of the logits."""
     if cfg.whole_loss != "auto":
         return cfg
-    whole = dataclasses.replace(cfg, whole_loss="always")
-    serves = keeps_logits_narrow(cfg, mesh.devices.flat[0]) and limit < math.inf
-    fits = serves and max(expected_bytes(whole, mesh).values()) <= usable(limit)
-    return whole if fits else dataclasses.replace(cfg, whole_loss="never")
+    logits = 0
+    for stage in cfg.stages:
+        rows = rows_together(cfg, stage.rows // mesh.size, stage.row_tokens)
+        tokens = rows * stage.row_tokens
+        logits = max(logits, tokens * cfg.vocab * cfg.dtype.itemsize)
+    held = max(held_bytes(cfg, mesh, key) for key in keys_of_steps(cfg))
+    fits = limit < math.inf and usable(limit) - held >= 4 * logits
+    always = fits and keeps_logits_narrow(cfg, mesh.devices.flat[0])
+    return dataclasses.replace(cfg, whole_loss="always" if always else "never")
 
 
 def keeps_logits_narrow(cfg: Config, device) -> bool:
-    """Whether training on such devices has one number of the compute dtype in memory for a logit,
-    and no float32. XLA for TPUs fuses the loss with products. On GPUs a kernel goes through the
-    logits that a product has rounded (loss_rows; not with a pointer)."""
+    """Return whether training on such a device keeps logits in the compute dtype only.
+
+    XLA for TPUs fuses the loss with its matmuls. On GPUs a kernel reads the rounded logits
+    (loss_rows; not with a pointer). Otherwise there are float32 logits in memory."""
     loss = pick_kernels(cfg, device)[0].cross_entropy
     if device.platform == "tpu":
         return loss is not PLAIN.cross_entropy
     return isinstance(loss, functools.partial) and not cfg.pointer_width
 
 
-def check_memory(cfg: Config, mesh: Mesh, cure: str = ""):
-    """UserError if the run needs more memory than there is. Its `cure` is what too_large names."""
-    sizes = expected_bytes(cfg, mesh)
-    name = max(sizes, key=sizes.get)
-    size = sizes[name]
-    limit = memory_limit(mesh)
-    if mesh.devices.flat[0].platform == "cpu":  # they share the machine's
-        machine = machine_bytes()
-        in_all = size * mesh.size
-        needs = f"{cfg.preset} needs about {in_all / 2**30:.1f} GiB"
-        cpus = f"jax sees only CPUs, with {machine / 2**30:.1f}"
-        need(in_all < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
-    refusal = too_large(cfg, mesh, name, size, limit, cure)
-    need(not refusal, refusal)
-
-
-def memory_line(cfg: Config, mesh: Mesh) -> str:
-    """What a run that fits needs of a device, for --show."""
-    size = max(expected_bytes(cfg, mesh).values())
-    limit = memory_limit(mesh)
-    if limit == math.inf:
-        return f"it needs about {size / 2**30:.1f} GiB; this device does not report its memory"
-    return f"it fits: about {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
-
-
-def memory_limit(mesh: Mesh) -> float:
-    """Bytes that jax has of the device that has the least; infinity where it reports none, or 0:
-    of CPUs, and of GPUs with XLA_PYTHON_CLIENT_ALLOCATOR=platform."""
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    return min(of_device.get("bytes_limit") or math.inf for of_device in stats)
-
-
-# ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
+# ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy ----------
 
 BEST = "best"  # RUN_DIR/best/STEP/ has the parameters with the lowest validation loss
 
@@ -4028,9 +3883,9 @@ class Saved(NamedTuple):
 
     folder: Path
     cfg: Config
-    step: int  # steps done
-    loader: LoaderState  # of the next batch, and all of its rows
-    meta: dict  # run.json as it was, the clock, the sizes of the logs
+    step: int  # number of finished steps
+    loader: LoaderState  # before the next batch, for the rows of all processes
+    meta: dict  # contents of run.json, training time, sizes of the logs
 
     @property
     def run_dir(self) -> Path:
@@ -4039,15 +3894,15 @@ class Saved(NamedTuple):
 
     @property
     def only_params(self) -> bool:
-        """Whether it holds parameters only, as those in RUN_DIR/best do."""
+        """Whether it has no optimizer state."""
         return all(name.startswith("params.") for name in self.meta["files"])
 
 
 def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (file name, rows) of what this process stores, by device: each row is stored once."""
+    """Yield (file name, rows) of each shard that this process stores. Each row is stored once."""
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
-        rows = param_table(cfg)[name].shape[0]  # others are zeros, see abstract_state
+        rows = param_table(cfg)[name].shape[0]  # the rest is padding, see abstract_state
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
             count = min(len(shard.data), rows - first)
@@ -4056,9 +3911,10 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
-    """Write the `shards` of this process; MB (process 0: of all). OSError if any process cannot.
-    The folder's name has a dot in front until all is there: what can be seen is whole. Earlier
-    checkpoints are deleted only after that."""
+    """Write the `shards` of this process, and return their size in MB (process 0: of all shards).
+    Raise OSError on all processes if one cannot write.
+
+    The checkpoint is hidden until it is complete. Only then are older checkpoints deleted."""
     step = meta["step"]
     hidden = folder / f".{step}"
     failed = None
@@ -4066,7 +3922,7 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     try:
         hidden.mkdir(parents=True, exist_ok=True)
         for name, rows in shards:
-            # numpy's files do not know bfloat16: its bits lie in them as numbers.
+            # .npy files cannot hold bfloat16, so its bits are stored as integers.
             numbers = rows.view(np.uint16) if rows.dtype == jnp.bfloat16 else rows
             np.save(hidden / name, numbers)
             sizes[name] = (hidden / name).stat().st_size
@@ -4076,7 +3932,7 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     if max(from_all(failed is not None)):
         raise failed or OSError("another process could not write")
     if jax.process_index() == 0:
-        for process in range(jax.process_count()):  # not found if they do not share the folder
+        for process in range(jax.process_count()):  # fails if the processes share no folder
             text = (hidden / f"{process}.json").read_text()
             sizes |= json.loads(text)
         (hidden / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
@@ -4092,15 +3948,15 @@ HIDDEN = re.compile(r"\.(old-)?\d+")  # checkpoints that are being written or de
 
 
 def remove_checkpoint(folder: Path, step: int):
-    """Hide the checkpoint, so that no part of it can be taken for a complete one, and delete it."""
+    """Hide a checkpoint, so that a part of it is never taken for a complete one, and delete it."""
     hidden = folder / f".old-{step}"
     os.rename(folder / str(step), hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def replaced_by(step: int, folder: Path) -> list[int]:
-    """Steps of the checkpoints in `folder` that the checkpoint of `step` replaces: in RUN_DIR/best
-    all others, in RUN_DIR/checkpoints all earlier ones except the newest of them."""
+    """Return the checkpoints in `folder` that are deleted after the checkpoint of `step`: in
+    RUN_DIR/best all others, in RUN_DIR/checkpoints the earlier ones except the newest."""
     steps = checkpoint_steps(folder)
     if folder.name == BEST:
         return [other for other in steps if other != step]
@@ -4108,16 +3964,16 @@ def replaced_by(step: int, folder: Path) -> list[int]:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps of what looks like a checkpoint in RUN_DIR/checkpoints, ascending."""
+    """Return the steps of the checkpoints in RUN_DIR/checkpoints, ascending."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -> Saved:
-    """Load the description of a checkpoint. RUN_DIR, RUN_DIR/checkpoints and a folder of runs give
-    the newest complete checkpoint, RUN_DIR/best the parameters with the lowest validation loss, and
-    the folder of a checkpoint that checkpoint. Damaged checkpoints are skipped with a warning.
-    UserError if there is none, or if this train_gpt.py cannot use its settings. If a run `resumes`
-    from it, its source must be the same as well."""
+    """Return the newest complete checkpoint in `place`: a run, RUN_DIR/checkpoints, RUN_DIR/best, a
+    checkpoint or a folder of runs. Damaged checkpoints are skipped with a warning.
+
+    Raise UserError if there is none, if this file cannot use its settings or, if a run `resumes`
+    from it, if the source of the run was another."""
     resolved = place.expanduser().resolve()
     need(resolved.exists(), f"there is no {place}: name the folder of a run")
     folder = resolved / "checkpoints"
@@ -4131,29 +3987,30 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
         paths = sorted(of_runs, key=os.path.getmtime)
         if paths:
             say(f"the newest checkpoint of the runs in {place}: {paths[-1]}")
-    hint = "name a run that has one (--set checkpoint_every)"
+    hint = "name a run with one (--set checkpoint_every)"
     for path in reversed(paths):
         try:
             return read_checkpoint(path, resumes)
         except UserError:  # about settings or source, which are the same in older checkpoints
             raise
-        except Exception as error:  # whatever a damaged file leads to
-            say(f"warning: {path} cannot be used ({error}): skipped")
+        except Exception as error:  # any exception of a damaged file
             hint = f"{path} cannot be used ({error})"
+            say(f"warning: {hint}: skipped")
     if checkpoint_steps(resolved / BEST):
-        best = f"{resolved / BEST} has parameters, for a new run or a sample: name that folder"
-        hint = f"{hint}; {best}" if paths else best
+        hint += f"; {resolved / BEST} has parameters for --start and samples"
     raise UserError(f"no complete checkpoint in {place}: {hint}")
 
 
 def read_checkpoint(path: Path, resumes: bool = False) -> Saved:
-    """The checkpoint in the folder `path`. UserError if a run `resumes` from it and has another
-    source, or if its settings are unknown; any other exception if it is damaged."""
+    """Return the checkpoint in the folder `path`.
+
+    Raise UserError for unknown settings and, if a run `resumes` from it, for another source. Raise
+    any other exception if it is damaged."""
     meta = json.loads((path / "meta.json").read_text())
     for name, size in meta["files"].items():
         if Path(name).name != name or (path / name).stat().st_size != size:
             raise ValueError(f"{name} is incomplete")
-        np.load(path / name, mmap_mode="r")  # fails if this is no array
+        np.load(path / name, mmap_mode="r")  # fails if the file is not an array
     if resumes:
         check_source(path.parents[1], meta["source_sha256"])
     cfg = validate(typed(Config, meta["config"]))
@@ -4162,26 +4019,18 @@ def read_checkpoint(path: Path, resumes: bool = False) -> Saved:
 
 
 def check_source(run_dir: Path, sha256: str):
-    """UserError if a run began with another source than this file, with the command that continues
-    it with the source in its log."""
-    if sha256 == source_sha256():
-        return
-    changed = f"train_gpt.py is not what {run_dir} began with"
+    """Raise UserError if a run was started by another source than this file."""
     log = run_dir / "log.txt"
-    try:
-        size = log.read_bytes().index(f"\n{RULE}".encode())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{changed}, and {log} does not have its source ({error})") from None
-    old = Path(__file__).with_name("old.py")  # beside data/ and records/
-    extract = shlex.join(["head", "-c", str(size), str(log)])
-    extract += f" > {shlex.quote(os.path.relpath(old))}"
-    again = command_for(old, "--resume", run_dir)
-    raise UserError(f"{changed}: its log has that, so first {extract}, then {again}")
+    has_source = f"restore it ({log} begins with its source)" if log.exists() else "restore it"
+    changed = f"train_gpt.py has changed since {run_dir} was started: {has_source}"
+    need(sha256 == source_sha256(), f"{changed}, or use --start instead")
 
 
 def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
-    """The checkpoint from which a run continues. UserError if it has no optimizer state, if its run
-    is elsewhere, or if the run has a later checkpoint."""
+    """Return the checkpoint from which a run continues.
+
+    Raise UserError if it has no optimizer state, if it is not in the folder of its run, or if the
+    run has a later checkpoint."""
     saved = find_checkpoint(place, say, resumes=True)
     start = command_for(__file__, "--start", saved.folder)
     new_run = f"start a new run with them: {start}"
@@ -4197,15 +4046,15 @@ def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
 
 
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
-    """The training state of a checkpoint (or some `kinds` of it) on any number of devices. Files
-    are memory-mapped; a host copies the rows of one device at a time."""
+    """Return the training state of a checkpoint (or some `kinds` of arrays) on the devices of
+    `mesh`, in any number. The host copies the rows of one device at a time."""
     layout = abstract_state(saved.cfg, mesh)
     wanted = {kind: layout[kind] for kind in kinds or layout}
     return jax.tree.map_with_path(functools.partial(load_array, saved), wanted)
 
 
 def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array of a checkpoint that has this `path` in the training state, lying as `like`."""
+    """Return the array with this `path` in the training state, in the layout `like`."""
     kind, name = (key.key for key in path)
     dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
     other = f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log"
@@ -4220,7 +4069,7 @@ def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
     shards = []
     for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
         start, stop, _ = index[0].indices(like.shape[0])
-        rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # zeros where it is padded
+        rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # padding stays zero
         for first, stored in files.items():
             part = stored[max(start - first, 0) : max(stop - first, 0)]
             place = max(first - start, 0)
@@ -4230,23 +4079,23 @@ def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
-# ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json -----------------------------------------
+# ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json -------------------------------------------
 
-# Of the environment, what Python, jax and what is below it read.
+# Environment variables of Python, JAX and the libraries below, and packages that run.json lists:
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
 PACKAGES = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
 RULE = "=" * 100
 
 
 def flops_per_token(cfg: Config, step: int) -> float:
-    """Model FLOPs per token of `step`: 6 per weight of the large matmuls, as in the original."""
+    """Return the model FLOPs per token of a step: 6 per weight of large matmuls, as upstream."""
     ids = schedule(cfg).candidates[step] or cfg.vocab
     return 6.0 * (matrix_weights(cfg) + cfg.width * ids)
 
 
 @functools.cache
 def matrix_weights(cfg: Config) -> int:
-    """How many weights of large matrices a token meets before the head."""
+    """Return the number of weights in the large matrices that a token passes before the head."""
 
     def of_layers(params):
         matrices = []
@@ -4267,7 +4116,7 @@ def matrix_weights(cfg: Config) -> int:
 
 
 def versions() -> dict[str, str]:
-    """What the numbers of a run may depend on."""
+    """Return the versions of Python and of the packages that may affect a run."""
     installed = {package.name or "" for package in importlib.metadata.distributions()}
     names = sorted(name for name in installed if PACKAGES.fullmatch(name))
     of_packages = {name: importlib.metadata.version(name) for name in names}
@@ -4275,8 +4124,8 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The model of the CPU. Linux on ARM has numbers for it: the designer, and each kind of core.
-    The architecture if the system reports neither."""
+    """Return the model of the CPU, or its architecture if the system does not report it. Linux on
+    ARM has numbers: of the designer, and of each kind of core."""
     machine = platform.machine()
     try:
         if sys.platform == "darwin":
@@ -4293,13 +4142,13 @@ def cpu_name() -> str:
 
 
 def source_sha256() -> str:
-    """The SHA-256 of this file's source."""
+    """Return the SHA-256 of the source of this file."""
     return hashlib.sha256(SOURCE.encode()).hexdigest()
 
 
 def sizes_chosen(recipe: Config, cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
-    """The sizes that were chosen for these devices, for each stage: micro-batches of a step, rows
-    if they are shorter than the recipe's, and chunks of a row's (or all rows') logits."""
+    """Return the sizes that were chosen for these devices: per stage, the micro-batches of a step
+    and the chunks of the loss; also row_tokens if it differs from the recipe."""
     of_step, loss_chunks = [], []
     most = cfg.loss_chunk
     if kernels.cross_entropy is not PLAIN.cross_entropy:
@@ -4319,8 +4168,8 @@ def sizes_chosen(recipe: Config, cfg: Config, mesh: Mesh, kernels: Kernels) -> d
 
 
 def warn_of_rows(cfg: Config, kernels: Kernels, say: Callable):
-    """Warn of lengths of rows with few divisors: plain attention, whose blocks must divide a row,
-    then computes large blocks of scores, and the loss many small chunks."""
+    """Warn if a length of rows has few divisors. Blocks of plain attention and chunks of the loss
+    must divide it, so blocks get large and chunks small."""
     rows = [(f"stages.{i}.row_tokens", s.row_tokens, s.windows) for i, s in enumerate(cfg.stages)]
     for name, t, windows in [*rows, ("val_row", cfg.val_row, cfg.val_windows)]:
         block = band_block(t, max(windows))
@@ -4334,8 +4183,8 @@ def warn_of_rows(cfg: Config, kernels: Kernels, say: Callable):
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
-    """What the figures of a run stand on: source, versions, machine, config, and `choices` that
-    were made for this machine."""
+    """Return facts on which the figures of a run depend: source, versions, machine, config, and
+    the `choices` for this machine."""
     device = mesh.devices.flat[0]
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     devices["processes"] = jax.process_count()
@@ -4357,9 +4206,10 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
 
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
-    """The log of a new run in `out`, or of a run that resumes, whose files stay as they are until
-    RunLog.begin. `facts` are run_facts and the answer of check_tokens, the same on all processes.
-    UserError if the files cannot be written, or if the run has other data."""
+    """Return the log of a new run in `out`, or of a resumed run, whose files do not change before
+    RunLog.begin. `facts` are run_facts and the shards, the same on all processes.
+
+    Raise UserError if the files cannot be written, or if the data of the run have changed."""
     agree(facts, saved)
     if saved:
         check_data(cfg, facts["data"], saved)
@@ -4388,15 +4238,15 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
     devices = "{count} x {kind}".format(**facts["devices"])
     say(f"run {folder} on {devices}; kernels: {facts['choices']['kernels']}")
     if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
-        say("more devices do not share the rows evenly: the others have nothing to do")
+        say("more devices cannot divide the rows evenly: the rest are idle")
     if saved:
         say(f"resumed after {first} of {cfg.steps} steps from {saved.folder}")
     return log
 
 
 def new_run_id(cfg: Config) -> str:
-    """The name of a new run, the same on all processes: time, preset, seed and what tells it from
-    others."""
+    """Return the name of a new run: time, preset, seed and a random suffix. All processes get the
+    same name."""
     now = time.strftime("%Y%m%d-%H%M%S")
     name = f"{now}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
     letters = np.frombuffer(name.encode(), np.uint8)
@@ -4404,7 +4254,7 @@ def new_run_id(cfg: Config) -> str:
 
 
 def check_data(cfg: Config, facts: dict, saved: Saved):
-    """UserError unless the shards that `facts` describe are those that the run began with."""
+    """Raise UserError unless the shards in `facts` are the shards with which the run began."""
     folder = saved.run_dir
     place = saved.meta["config"]["data"]
     other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
@@ -4413,7 +4263,7 @@ def check_data(cfg: Config, facts: dict, saved: Saved):
 
 
 def check_sizes(cfg: Config, saved: Saved):
-    """The same by the sizes of files alone, before a wrong folder is searched for tokens."""
+    """Do the same by file sizes alone, before a wrong folder is searched for tokens."""
     sizes = {}
     for name, of_shard in saved.meta["data"].items():
         path = data_place(cfg.data) / name
@@ -4423,18 +4273,20 @@ def check_sizes(cfg: Config, saved: Saved):
 
 
 def open_files(log: RunLog, saved: Saved | None):
-    """Open and lock the files of a run, without changing them. OSError if its folder cannot be
-    written, or if folders there cannot be renamed, as checkpoints need."""
+    """Open and lock the files of a run without changing them.
+
+    Raise OSError if its folder is not writable, or if folders there cannot be renamed, as
+    checkpoints require."""
     log.folder.mkdir(parents=True, exist_ok=bool(saved))
     for name in ("log.txt", "metrics.jsonl"):
-        # Its buffer is where lines wait while a disk is full.
+        # Lines wait in this buffer while a disk is full.
         file = open(log.folder / name, "ab", buffering=2**20)
         log.files[name] = file
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # or the file system has no locks
             taken = isinstance(error, BlockingIOError)
-            need(not taken, f"another process writes {log.folder}: wait, or end it")
+            need(not taken, f"another process writes {log.folder}: wait for it, or stop it")
     with tempfile.TemporaryDirectory(prefix=".rename-", dir=log.folder) as trial:
         before = Path(trial, "before")
         before.mkdir()
@@ -4447,7 +4299,7 @@ def open_files(log: RunLog, saved: Saved | None):
 
 
 def log_head(log: RunLog, saved: Saved | None) -> list[str]:
-    """The lines with which log.txt begins, or goes on after a checkpoint."""
+    """Return the first lines of log.txt, or the lines with which a resumed run continues it."""
     facts = log.facts
     lines = [RULE, "resumed"] if saved else [SOURCE, RULE]
     lines += [f"{name} {version}" for name, version in facts["versions"].items()]
@@ -4455,7 +4307,7 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
     lines += [facts["host"]["platform"], f"command: {facts['command']}"]
     for name in ("host", "environment", "choices", "parameters", "data"):
         lines.append(f"{name}: {json.dumps(facts[name])}")
-    # A run that goes on has a new config if more has changed than where it runs.
+    # The config of a resumed run is repeated if more than the place has changed.
     where = {"data": log.cfg.data, "devices": log.cfg.devices}
     if not saved or log.cfg != dataclasses.replace(saved.cfg, **where):
         lines.append(f"config: {json.dumps(facts['config'])}")
@@ -4517,24 +4369,24 @@ def check_loss(log: RunLog, step: int, loss: float) -> float:
 
 @dataclass
 class RunLog:
-    """The files of a run, written by process 0, and what the terminal shows. What a full disk
-    refuses is said once and written later."""
+    """The files of a run, written by process 0, and the lines on the terminal. If a disk is full,
+    there is one warning, and lines are written later."""
 
     cfg: Config
     folder: Path
-    facts: dict  # of run.json
-    first: int  # the step with which this process began
+    facts: dict  # contents of run.json
+    first: int  # number of steps that were finished when this process started
     clock: Clock
     say: Callable
-    files: dict = dataclasses.field(default_factory=dict)  # of process 0: name -> what is open
-    refused: OSError | None = None  # why the disk did not take a line
-    warned: bool = False  # that validation has long been lower
+    files: dict = dataclasses.field(default_factory=dict)  # name -> open file; only in process 0
+    refused: OSError | None = None  # the error of a full disk
+    warned: bool = False  # that validation has not improved for long
 
     def begin(self, saved: Saved | None):
-        """Begin to write: cut the logs of a resumed run back to its checkpoint, delete what killed
-        processes have left of checkpoints, and write the head of log.txt and run.json."""
+        """Write the head of log.txt, and run.json. For a resumed run, first cut the logs back to
+        its checkpoint, and delete incomplete checkpoints of killed processes."""
         for name, file in self.files.items():
-            if saved:  # later lines are of steps that are lost
+            if saved:  # later lines are of lost steps
                 size = min(file.tell(), saved.meta["logs"][name])
                 file.truncate(size)
                 file.seek(0, os.SEEK_END)
@@ -4546,13 +4398,13 @@ class RunLog:
         self.write_facts()
 
     def write(self, name: str, text: str):
-        """Append a line to a file at once, so that a crash loses nothing, or replace one."""
+        """Append a line to an open file and flush it, or replace a file that is not open."""
         try:
             if name in self.files:
                 line = f"{text}\n".encode("utf-8", "backslashreplace")
                 self.files[name].write(line)
                 self.files[name].flush()
-            elif self.files:  # of process 0 alone
+            elif self.files:  # in process 0
                 new = self.folder / f"{name}.new"
                 new.write_text(f"{text}\n", "utf-8")
                 os.replace(new, self.folder / name)
@@ -4567,29 +4419,29 @@ class RunLog:
         self.write("run.json", json.dumps(self.facts, indent=1))
 
     def save(self, step: int, state, loader: LoaderState, best: bool = False):
-        """Write a checkpoint, or the `best` parameters, while training waits; a warning says if
-        that cannot be."""
+        """Write a checkpoint, or the `best` parameters, while training waits. Warn if that
+        fails."""
         began = time.perf_counter()
         folder = self.folder / (BEST if best else "checkpoints")
-        stands = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
-        stands["offsets"] = from_all(loader.offsets)
-        stands["logs"] = {name: file.tell() for name, file in self.files.items()}
+        position = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
+        position["offsets"] = from_all(loader.offsets)
+        position["logs"] = {name: file.tell() for name, file in self.files.items()}
         self.facts.pop("missing", None)
         try:
             shards = own_shards(self.cfg, state)
-            size = write_checkpoint(folder, shards, self.facts | stands)
+            size = write_checkpoint(folder, shards, self.facts | position)
             ms = 1000 * (time.perf_counter() - began)
             self.write("log.txt", f"checkpoint:{step} held the loop for {ms:.1f}ms, {size:.1f} MB")
         except OSError as error:
-            full = shutil.disk_usage(self.folder).free < 2**20  # numpy does not say so
+            full = shutil.disk_usage(self.folder).free < 2**20  # numpy's error does not tell
             reason = "the disk is full" if full else error
             self.facts["missing"] = f"there is no checkpoint of step {step}: {reason}"
             self.say(f"warning: {self.facts['missing']}; older ones stay")
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
 
     def line(self, step: int, kind: str, loss: float, dropped: int, **fields) -> str:
-        """Write a loss after `step` steps, with other `fields`, into both files; the line, in the
-        original's format."""
+        """Write a loss after `step` steps and other `fields` to both files. Return the line, in
+        upstream's format."""
         ms = round(self.clock.ms(), 3)
         done = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
         self.facts |= {"steps": step, **done}
@@ -4603,8 +4455,8 @@ class RunLog:
         return line
 
     def trained(self, result: StepResult, loss: float):
-        """Write down the loss of a step and the norms of its gradients. Every log_every steps they
-        are also shown on the terminal."""
+        """Write the loss of a step and the norms of its gradients. Show them on the terminal every
+        log_every steps."""
         step, norms = result.step, result.norms
         fields = {"pass": result.number_of_pass}
         fields["lr"] = float(schedule(self.cfg).hyper.lr[step - 1])
@@ -4622,10 +4474,9 @@ class RunLog:
             self.say(f"norms: {', '.join(shown)}")
 
     def validated(self, step: int, loss: float, dropped: int) -> bool:
-        """Write down the validation loss after `step` steps; whether it is the lowest so far. If
-        that was a fourth of the run ago, this is said once."""
-        line = self.line(step, "val_loss", loss, dropped)
-        self.say(line)
+        """Write the validation loss after `step` steps. Return whether it is the lowest so far.
+        Warn once if the lowest is a quarter of the run old."""
+        self.say(self.line(step, "val_loss", loss, dropped))
         best = self.facts["best"]
         if not best or loss < best["val_loss"]:
             best = {"step": step, "val_loss": round(loss, 6)}
@@ -4638,7 +4489,7 @@ class RunLog:
         return waited == 0
 
     def stopped(self, step: int):
-        """The last lines of a run that a signal has ended."""
+        """Write the last lines of a run that was stopped by a signal."""
         self.write_facts()
         missing = self.facts.get("missing")
         need(not missing, f"stopped after {step} steps, but {missing}")
@@ -4646,7 +4497,7 @@ class RunLog:
         self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
 
     def ended(self):
-        """The last lines of a run that has done all steps."""
+        """Write the last lines of a complete run."""
         peak = peak_memory() / 2**20
         self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
@@ -4654,32 +4505,23 @@ class RunLog:
         target = self.cfg.target
         preset = PRESETS.get(self.cfg.preset)
         if preset and self.cfg.encoding != preset.encoding:
-            target = 0  # it is of other tokens
-        loss = self.facts["val_loss"]
+            target = 0  # the target is for other tokens
+        loss, best = self.facts["val_loss"], self.facts["best"]
         met = "met" if loss <= target else "MISSED"
         verdict = f"target {target} {met}: " if target else ""
         result = f"val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training"
         tokens = f"{self.facts['tokens']:,} tokens"
+        lowest = ""
+        if best["step"] < self.cfg.steps:
+            lowest = "; the lowest was {val_loss:.4f} after step {step}".format(**best)
+            if best["step"] in checkpoint_steps(self.folder / BEST):
+                lowest += f" (parameters in {self.folder / BEST})"
         memory = f"peak memory {peak:.0f} MiB"
-        lowest = self.lowest() if self.cfg.val_every else ""
-        self.say(f"{verdict}{result} on {tokens}; {lowest}{memory}; see {self.folder}")
-
-    def lowest(self) -> str:
-        """A part of the last line: where validation was lowest, and how far the end is above
-        that."""
-        folder = self.folder / BEST
-        best = self.facts["best"]
-        if best["step"] == self.cfg.steps:
-            return "validation was lowest at the end; "
-        has_model = best["step"] in checkpoint_steps(folder)
-        place = f" ({folder} has its model)" if has_model else ""
-        above = self.facts["val_loss"] - best["val_loss"]
-        was = "validation was lowest after {step} steps, {val_loss:.4f}".format(**best)
-        return f"{was}{place}, the end is {above:.4f} above that; "
+        self.say(f"{verdict}{result} on {tokens}{lowest}; {memory}; see {self.folder}")
 
 
 def peak_memory() -> int:
-    """Bytes of a device at most; of CPUs, which do not tell, all of this process."""
+    """Return the largest number of bytes in use on a device; on CPUs, of the process."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     of_device = max(stat.get("peak_bytes_in_use", 0) for stat in stats)
     unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
@@ -4687,37 +4529,43 @@ def peak_memory() -> int:
     return of_device or of_process
 
 
-def demonstrate(log: RunLog, model: tuple):
-    """What a trained model makes of the validation text, by records/sample.py if that is there."""
-    tool = Path(__file__).resolve().parent / "records/sample.py"
+def records_tool(name: str) -> dict | None:
+    """Return the functions of the tool records/`name`; None if this file was copied without it."""
+    tool = Path(__file__).resolve().parent / "records" / name
+    if not tool.exists():
+        return None
     before = sys.modules.get("train_gpt")
-    sys.modules["train_gpt"] = sys.modules[__name__]  # the tool imports it: not a second time
+    sys.modules["train_gpt"] = sys.modules[__name__]  # the tool must not import it again
     try:
-        if log.cfg.encoding == "ids":
-            log.say("no sample: the tokens have no bytes (encoding=ids)")
-        elif min(from_all(tool.exists())):
-            sample = runpy.run_path(str(tool))
-            trained = sample["Trained"](*model)
-            sample["demonstrate"](trained, log)
-    except Exception as error:  # the run has ended well
-        log.say(f"warning: there is no sample: {error!r}")
+        return runpy.run_path(str(tool))
     finally:
         del sys.modules["train_gpt"]
         if before:
             sys.modules["train_gpt"] = before
 
 
-# ---- Signals and hosts: several processes that run the same programs ---------------------------
+def demonstrate(log: RunLog, model: tuple):
+    """Print a sample of the trained model, and its loss in bits per byte (records/sample.py)."""
+    try:
+        tool = records_tool("sample.py")
+        if log.cfg.encoding == "ids":
+            log.say("no sample: the tokens have no bytes (encoding=ids)")
+        elif min(from_all(tool is not None)):
+            tool["demonstrate"](tool["Trained"](*model), log)
+    except Exception as error:  # the run itself has ended well
+        log.say(f"warning: there is no sample: {error!r}")
 
 
-# What asks a run to stop: Ctrl-C, the end of the terminal, `kill`; and what schedulers send a while
-# before they kill: Slurm and SGE one of the next two, SGE and `ulimit -t` the last, every second.
-STOPS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-STOPS += signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
+# ---- Signals -------------------------------------------------------------------------------------
+
+# Signals that ask a run to stop: Ctrl-C, a closed terminal, `kill`, and the warnings of schedulers
+# before they kill (Slurm and SGE: SIGUSR1, SIGUSR2; SGE and `ulimit -t`: SIGXCPU, every second).
+STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+STOPS += (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 def signal_handlers() -> dict:
-    """The handlers of all signals that ask_to_stop listens to."""
+    """Return the handlers of all signals that ask_to_stop handles."""
     return {number: signal.getsignal(number) for number in (*STOPS, signal.SIGCONT)}
 
 
@@ -4729,10 +4577,11 @@ def set_handlers(handlers: dict):
 
 
 def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
-    """A function of the step: the one of STOPS that has asked for the end, or 0. A second one ends
-    the process. Of several processes each has to stop at the same step: jax finds one that all can
-    reach, from a SIGTERM to any of them. It also reports for how long the process was suspended
-    (Ctrl-Z) since the step before; `timeout` sends SIGCONT to processes that were not."""
+    """Handle STOPS, and return a function step -> the signal that asks for the end, or 0.
+
+    A second signal ends the process. Several processes must stop at the same step: after a SIGTERM
+    to any of them, JAX agrees on a step that all can reach. The function also reports how long the
+    process was suspended (Ctrl-Z) since its last call."""
     alone = jax.process_count() == 1
     received = []  # (signal, time)
     agreed = []
@@ -4750,7 +4599,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
 
     def resumed(number, frame):
         seconds = time.monotonic() - asked_at[0]
-        if seconds > 1:
+        if seconds > 1:  # `timeout` sends SIGCONT to running processes, too
             suspended.append(seconds)
 
     def stop_signal(step: int) -> int:
@@ -4760,146 +4609,86 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
             say(f"warning: suspended for up to {seconds:.0f} s, which training time includes")
         if alone:
             return received[0][0] if received else 0
-        if multihost_utils.reached_preemption_sync_point(step):  # says so once
+        if multihost_utils.reached_preemption_sync_point(step):  # is true only once
             agreed.append(signal.SIGTERM)
         return agreed[0] if agreed else 0
 
     numbers = {*STOPS}
-    if not alone:  # from here on jax listens to SIGTERM, which before ends a process at once
+    if not alone:  # from here on JAX handles SIGTERM
         numbers.remove(signal.SIGTERM)
         jax.config.update("jax_enable_preemption_service", True)
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
-    handlers = {number: receive for number in numbers}
-    ignored = [number for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
-    for number in ignored:  # what `nohup` and `&` ask for
-        del handlers[number]
-    set_handlers(handlers | {signal.SIGCONT: resumed})
+    handlers = {signal.SIGCONT: resumed}
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` and `&` ignore some
+            handlers[number] = receive
+    set_handlers(handlers)
     return stop_signal
 
 
-# CUDA 13 has no code for GPUs before Turing, nor has cuDNN since 9.11.
-FOR_OLD_GPUS = "'jax[cuda12]' 'nvidia-cudnn-cu12<9.11'"
+# ---- Hosts: several processes that run the same programs -----------------------------------------
+
+# Variables of launchers that start several processes, or on several hosts:
+LAUNCHERS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"
+TPU_HOSTS = "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"
+LONG_WAIT = "waiting for the other processes of this run"
 
 
-def check_hardware(cfg: Config, say: Callable):
-    """Say so if this machine has an accelerator that jax does not see; UserError if the run is for
-    one. What the user has chosen by JAX_PLATFORMS, or by an empty CUDA_VISIBLE_DEVICES, is
-    right."""
-    dev = Path("/dev")
-    patterns = "nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*"
-    chips = [path for pattern in patterns for path in dev.glob(pattern)]
-    if not chips or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+def join_processes(args):
+    """Join the other processes of the run, before JAX starts: with --distributed the processes that
+    JAX finds (a TPU slice, Slurm, MPI), with --coordinator those that are named.
+
+    Raise UserError if it cannot be done, or if there are others and neither option is given."""
+    named = args.coordinator, args.processes, args.process_id
+    one_by_one = "--coordinator HOST:PORT --processes N --process-id I"
+    if not args.distributed and named == (None, None, None):
+        several = [name for name in LAUNCHERS if os.environ.get(name, "1") not in ("", "1")]
+        if os.environ.get("JAX_PLATFORMS") != "cpu":
+            several += [name for name in TPU_HOSTS if "," in os.environ.get(name, "")]
+        for name in several:
+            found = f"{name}={os.environ[name]}, but each process would train a whole run"
+            together = f"add --distributed (TPU slice, Slurm, MPI) or {one_by_one} to all of them"
+            raise UserError(f"{found}: {together}; to run one alone: env -u {name} before it")
         return
-    if "nvidia" in chips[0].name and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return
-    cure = "pip install 'jax[tpu]' in a new environment"
-    if "nvidia" in chips[0].name:
-        old = f"compute capability below 7.5 (V100, P100) {FOR_OLD_GPUS}"
-        cure = f"pip install 'jax[cuda13]', for a driver below 580 (nvidia-smi) cuda12, for {old}"
-    line = f"jax sees only the CPU, not {chips[0]}: {cure}, or end what holds it (a notebook)"
-    need(cfg.preset not in LARGE, f"{line}; or set JAX_PLATFORMS=cpu")
-    say(f"warning: {line}")
+    need(args.distributed != (None not in named), f"write --distributed or {one_by_one}")
+    who = "all that --distributed finds (TPU slice, Slurm, MPI)"
+    if not args.distributed:
+        who = f"--coordinator {named[0]} --processes {named[1]} --process-id {named[2]}"
+    jax.config.update("jax_enable_preemption_service", False)  # until ask_to_stop
+    try:
+        if args.process_id == 0:  # JAX would crash if the port is taken
+            port = int(args.coordinator.rpartition(":")[2])
+            socket.create_server(("", port)).close()
+        # One task per host drives all its GPUs; JAX would choose one GPU per task.
+        tasks, hosts = (os.environ.get(f"SLURM_STEP_NUM_{x}") for x in ("TASKS", "NODES"))
+        gpus = [] if tasks and tasks == hosts else None
+        join = functools.partial(jax.distributed.initialize, *named, local_device_ids=gpus)
+        wait_for(join, f"{LONG_WAIT}: {who}", timeout=280)  # JAX would crash after 300 s
+    except Exception as error:
+        raise UserError(f"cannot join the other processes ({error!r}): {who}") from None
 
 
-def start_gpu():
-    """Run a program on the first device, before minutes of compiling: where the libraries of CUDA
-    do not fit together, the first one fails. And with a GPU that is newer than jax it may take
-    minutes (xla issue 44517), which is said. UserError if it is older than the CUDA of jax."""
-    gpu = jax.local_devices()[0]
-    old = 0 < capability(gpu) < 7.5
-    runs = not old or "cuda 13" not in gpu.client.platform_version
-    lacking = f"jax[cuda13] has no code for a {gpu.device_kind}"
-    need(runs, f"{lacking}: pip install {FOR_OLD_GPUS} in a new environment")
-
-    def first():
-        jax.block_until_ready(jnp.arange(2.0) + 1)
-
-    patiently(first, "waiting for the first program of this GPU: for a new kind it takes minutes")
-
-
-def slice_hosts() -> str:
-    """The hosts of this TPU slice with commas between them, or "". jax finds them too, but it does
-    not tell whether there are others, and it must be known before it starts. They stand where jax
-    looks: in variables, or on Google's metadata server."""
-    if os.environ.get("JAX_PLATFORMS", "") == "cpu":  # this host alone, on purpose
-        return ""
-    for variable in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
-        if names := os.environ.get(variable):
-            return names
-    if "TPU_SKIP_MDS_QUERY" in os.environ:  # jax sets it where it sees no TPU
-        return ""
-    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
-    attribute = "computeMetadata/v1/instance/attributes/worker-network-endpoints"
-    headers = {"Metadata-Flavor": "Google"}
-    question = urllib.request.Request(f"http://{server}/{attribute}", headers=headers)
-    with contextlib.suppress(OSError):  # this is no machine of Google's
-        answer = urllib.request.urlopen(question, timeout=STALL_SECONDS)
-        return answer.read().decode()
-    return ""
-
-
-OTHERS = "waiting for the other processes of this run"
-
-
-def patiently(do: Callable, line: str = OTHERS, most: float | None = None):
-    """`do()`, which waits for something: a long wait is said in a line, and can have an end."""
-    result = ThreadPoolExecutor(1).submit(do)
+def wait_for(task: Callable, message: str = LONG_WAIT, timeout: float | None = None):
+    """Return task(). Print the message if it takes long; raise TimeoutError after `timeout` s."""
+    result = ThreadPoolExecutor(1).submit(task)
     try:
         return result.result(STALL_SECONDS)
     except TimeoutError:
-        tell(line)
-    return result.result(most)
-
-
-def check_launcher():
-    """UserError if torchrun or mpirun has started several processes: each would train a whole
-    run."""
-    for variable in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        count = os.environ.get(variable) or "1"
-        apart = f"{variable}={count}, but each process would train a whole run"
-        together = f"--coordinator HOST:PORT --processes {count} --process-id I"
-        need(count == "1", f"{apart}: give each {together}, or run one without {variable}")
-
-
-def join_hosts(coordinator: str | None, processes: int | None, process_id: int | None):
-    """Join the other processes of the run, before jax touches a device: those that are named, or
-    those that jax finds by itself, on a TPU slice and in a Slurm step of several tasks."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
-    if (coordinator, tasks) == (None, "1"):
-        check_launcher()
-    if {coordinator, processes, process_id} != {None}:
-        each = f"--coordinator {coordinator} --processes {processes} --process-id {process_id}"
-    elif tasks != "1":
-        alone = "`env -u SLURM_STEP_NUM_TASKS` before the command runs one alone"
-        each = f"SLURM_STEP_NUM_TASKS={tasks}, so `srun` must start all {tasks} tasks; {alone}"
-    elif "," in (hosts := slice_hosts()):
-        each = f"the hosts of this TPU slice, {hosts}, must all start it"
-    else:
-        return
-    # The only task of a node has all its GPUs, of which jax would take one.
-    alone_on_node = tasks == os.environ.get("SLURM_STEP_NUM_NODES")
-    gpus = [] if alone_on_node else None
-    join = functools.partial(jax.distributed.initialize, coordinator, processes, process_id, gpus)
-    jax.config.update("jax_enable_preemption_service", False)  # until ask_to_stop
-    try:
-        if coordinator and process_id == 0:  # jax would crash if the port is taken
-            port = int(coordinator.rpartition(":")[2])
-            socket.create_server(("", port)).close()
-        patiently(join, f"{OTHERS}: {each}", most=280)  # jax would crash after 300 s
-    except Exception as error:
-        raise UserError(f"cannot join the other processes ({error!r}): {each}") from None
+        tell(message)
+    return result.result(timeout)
 
 
 def from_all(numbers) -> list[int]:
-    """The number or numbers of each process in a line; they wait for each other here."""
-    gathered = patiently(lambda: multihost_utils.process_allgather(np.int32(numbers)))
+    """Return the number or numbers of every process in one list. This is a barrier."""
+    gathered = wait_for(lambda: multihost_utils.process_allgather(np.int32(numbers)))
     return gathered.ravel().tolist()
 
 
 def agree(facts: dict, saved: Saved | None):
-    """UserError, on every process, unless all have the same source, versions, config and so on."""
+    """Raise UserError on every process unless all have the same source, versions, data, config and
+    checkpoint."""
     same = {name: facts[name] for name in ("source_sha256", "versions", "data")}
-    same["config"] = facts["config"] | {"data": ""}  # each may have its data elsewhere
+    same["config"] = facts["config"] | {"data": ""}  # paths of the data may differ
     same["checkpoint"] = saved and saved.meta
     sums = [zlib.crc32(json.dumps(fact).encode()) for fact in same.values()]
     gathered = multihost_utils.process_allgather(np.array(sums, np.uint32))
@@ -4908,19 +4697,19 @@ def agree(facts: dict, saved: Saved | None):
     need(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
 
 
-# ---- Settings: --set, and the numbers with which no run can be built ---------------------------
+# ---- Settings: --set, and checks of all values ---------------------------------------------------
 
 
-def require(cfg: Config, name: str, holds, would_be: str):
-    """UserError unless it `holds`: what the setting `name` is, and what it must be instead."""
+def require(cfg: Config, name: str, holds, expected: str):
+    """Raise UserError with the setting `name` and the `expected` value unless `holds` is true."""
     value = cfg
     for key in name.split("."):
         value = value[int(key)] if key.isdecimal() else getattr(value, key)
-    need(holds, f"{name}={value!r} is not valid: {would_be}")
+    need(holds, f"{name}={value!r} is not valid: {expected}")
 
 
 def validate(cfg: Config) -> Config:
-    """Return the config if a run can be built from it, else UserError with field and value."""
+    """Return the config. Raise UserError with the setting if no run can be built from it."""
     rule = functools.partial(require, cfg)
     names = ",".join(Kernels._fields)
     by_name = {*cfg.kernels.split(",")} <= {*Kernels._fields}
@@ -4941,7 +4730,7 @@ def validate(cfg: Config) -> Config:
 
 
 def validate_heads(cfg: Config):
-    """UserError if attention has no such heads, or no such cap of the logits can be."""
+    """Check the settings of attention heads, and the cap of the logits."""
     rule = functools.partial(require, cfg)
     even = cfg.heads % 2 == 0
     cut = cfg.width % cfg.heads == 0 and cfg.head_width % 8 == 0
@@ -4959,7 +4748,7 @@ def validate_heads(cfg: Config):
 
 
 def validate_tables(cfg: Config):
-    """UserError if no such vocabulary can be, or no such tables over it and updates of these."""
+    """Check the settings of the vocabulary, of tables and of their updates."""
     rule = functools.partial(require, cfg)
     rule("real_tokens", 0 < cfg.real_tokens <= cfg.vocab, f"1 to vocab={cfg.vocab}")
     rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
@@ -4968,7 +4757,7 @@ def validate_tables(cfg: Config):
     rule("ngram_drop", 0 <= cfg.ngram_drop < 1, "0 or more, and less than 1")
     power = cfg.sign_rows & (cfg.sign_rows - 1) == 0
     rule("sign_rows", power, "a power of two, or 0")
-    no_copy = f"0, as vocab={cfg.vocab} has no id that is no token, for copies"
+    no_copy = f"0, as vocab={cfg.vocab} has no unused id to stand for copies"
     rule("pointer_width", cfg.pointer_width == 0 or cfg.vocab > cfg.real_tokens, no_copy)
     often, seldom = cfg.table_every
     nested = 0 < often <= seldom and seldom % often == 0 and often % cfg.adam_every == 0
@@ -4978,52 +4767,52 @@ def validate_tables(cfg: Config):
 
 
 def validate_layer(cfg: Config, number: int):
-    """UserError if the layer of this number cannot do what it is to."""
+    """Check the fields of one layer."""
     layer = cfg.layers[number]
 
-    def rule(field: str, holds, would_be: str):
-        require(cfg, f"layers.{number}.{field}", holds, would_be)
+    def rule(field: str, holds, expected: str):
+        require(cfg, f"layers.{number}.{field}", holds, expected)
 
     parts = "values", "xsa", "gated", "narrow", "paired"
     of_attention = [name for name in parts if getattr(layer, name)]
     if of_attention:
-        lacking = f"short, long; or nothing, which {', '.join(of_attention)} cannot do with"
-        rule("attends", layer.attends in ("short", "long"), lacking)
-    rule("attends", layer.attends in ("short", "long", ""), "short, long; or nothing")
-    rule("looks", number > 0 or not layer.looks, "not of the first, which has no stream yet")
+        needs = f"short or long, as {', '.join(of_attention)} needs attention"
+        rule("attends", layer.attends in ("short", "long"), needs)
+    rule("attends", layer.attends in ("short", "long", ""), "short, long, or empty")
+    rule("looks", number > 0 or not layer.looks, "False in layer 0, which has no stream yet")
     for name in ("skip", "reads"):
         rule(name, getattr(layer, name) <= number, f"a number of layers up to {number}")
     if layer.mudd:
         last = number == len(cfg.layers) - 1
         has_both = layer.attends != "" and layer.mlps > 0
-        rule("mudd", last and has_both, "of the last, with attention and MLP")
+        rule("mudd", last and has_both, "False except in a last layer with attention and MLP")
     rule("ngram", cfg.ngram_rows > 0 or not layer.ngram, "False, as ngram_rows=0")
 
 
 def validate_shares(cfg: Config):
-    """UserError if the stages do not share the steps."""
+    """Check that the stages divide the steps among them."""
     rule = functools.partial(require, cfg)
     has_extension = cfg.stages[-1].share == 0
     agrees = has_extension == (cfg.extension > 0)
     rule("extension", agrees, "the steps of the last stage if that has share=0, else 0")
     names = [f"stages.{number}.share" for number in range(len(cfg.stages))]
     for name, stage in zip(names[:-1], cfg.stages, strict=False):
-        rule(name, stage.share > 0, "above 0; only the last may be 0, the extension's")
+        rule(name, stage.share > 0, "above 0; only the last may be 0, for the extension")
     total = sum(stage.share for stage in cfg.stages)
     sums_up = abs(total - 1) < 1e-6
     rule(names[0], sums_up, f"shares that add up to 1, not {total:.6g}: set {', '.join(names)}")
     least = min(stage.share for stage in cfg.stages if stage.share)
     enough = cfg.extension + math.ceil(1 / least)
     lengths = np.diff(cfg.boundaries)
-    rule("steps", min(lengths) > 0, f"one for each stage: {enough} are enough")
+    rule("steps", min(lengths) > 0, f"one or more for each stage: {enough} are enough")
 
 
 def validate_stage(cfg: Config, number: int):
-    """UserError if the stage of this number has no such batches, or no such losses."""
+    """Check the batches and losses of one stage."""
     stage = cfg.stages[number]
 
-    def rule(field: str, holds, would_be: str):
-        require(cfg, f"stages.{number}.{field}", holds, would_be)
+    def rule(field: str, holds, expected: str):
+        require(cfg, f"stages.{number}.{field}", holds, expected)
 
     rule("row_tokens", stage.row_tokens > 1, "2 or more")
     whole_rows = stage.batch_tokens % stage.row_tokens == 0
@@ -5037,8 +4826,10 @@ def validate_stage(cfg: Config, number: int):
 
 
 def typed(kind, value, name="", positive=False):
-    """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
-    number is negative, and none is 0 where `positive` holds or `kind` says so."""
+    """Return `value`, a literal or from JSON, as the annotated type `kind`.
+
+    Raise UserError with `name` for another type or a negative number, and for 0 if `positive` is
+    true or `kind` is annotated so."""
     origin = typing.get_origin(kind)
     if origin is Annotated:
         positive = positive or "positive" in kind.__metadata__
@@ -5055,33 +4846,33 @@ def typed(kind, value, name="", positive=False):
         choices = typing.get_args(kind)
         need(value in choices, wrong + ", ".join(choices))
         return value
-    number = kind in (int, float) and type(value) in (int, kind)
-    switch = kind is bool and value in (0, 1)
-    text = kind is str and type(value) is str
+    is_number = kind in (int, float) and type(value) in (int, kind)
+    is_bool = kind is bool and value in (0, 1)
+    is_text = kind is str and type(value) is str
     kind_name = kind if origin else kind.__name__
-    need(number or switch or text, f"{wrong}it must be {kind_name}, see --show")
-    if number:
+    need(is_number or is_bool or is_text, f"{wrong}it must be {kind_name}, see --show")
+    if is_number:
         need(0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
         need(value or not positive, f"{wrong}it must be positive")
     return kind(value)
 
 
-# Settings that earlier versions had, and the values with which they changed nothing: a Config with
-# these can still be read.
+# Settings of earlier versions, with values that had no effect: they are ignored in checkpoints.
 REMOVED = {}
 
 
 def typed_fields(kind, fields: dict, name: str):
-    """A dataclass of this `kind` with these `fields`, each of its own type. Missing fields, which
-    an earlier version did not have, take their defaults. UserError if one has no default, or if a
-    field is unknown."""
+    """Return a dataclass of this `kind` with these `fields`, each of its own type. Missing fields
+    take their defaults, as in checkpoints of earlier versions.
+
+    Raise UserError for unknown fields, and for missing fields without a default."""
     kinds = typing.get_type_hints(kind, include_extras=True)
     unknown = []
     for field, value in fields.items():
         if field not in kinds and (field, value) not in REMOVED.items():
             unknown.append(f"{field}={value!r}")
     of_other = f"settings of another train_gpt.py ({', '.join(unknown)})"
-    need(not unknown, f"{of_other}: use that one, whose source is in the run's log.txt")
+    need(not unknown, f"{of_other}: use that file, which is in the run's log.txt")
     values = {}
     for field in dataclasses.fields(kind):
         if field.name in fields:
@@ -5094,14 +4885,16 @@ def typed_fields(kind, fields: dict, name: str):
 
 
 def override(cfg: Config, items: list[str]) -> Config:
-    """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
-    stages.*.windows, which are those of all. The number after that of the last stage adds a copy of
-    this stage. `without` sets what IDEAS says, besides what `cfg` is without already."""
+    """Return the config with every KEY=VALUE of --set.
+
+    A key may lead into a list: stages.1.windows, or stages.*.windows for all stages. The number
+    after the last stage adds a copy of it. `without` adds to the ideas that are disabled already,
+    and sets the settings in IDEAS."""
     return validate(with_settings(cfg, items))
 
 
 def with_settings(cfg: Config, items: list[str]) -> Config:
-    """What `override` returns, without the check that its values suit each other."""
+    """Return the same without the checks of `validate`."""
     fields = dataclasses.asdict(cfg)
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
@@ -5115,26 +4908,26 @@ def with_settings(cfg: Config, items: list[str]) -> Config:
         try:
             set_fields(fields, key, text)
         except (LookupError, TypeError, ValueError):
-            raise UserError(f"--set {item}: {unknown_key(key, fields)}") from None
+            hint = similar_settings(key)
+            hint = f"unknown key {key!r}{hint and f'; similar: {hint}'}"
+            numbers = "--show prints all; N counts from 0, * stands for all"
+            raise UserError(f"--set {item}: {hint}; {numbers}") from None
     return typed(Config, fields)
 
 
 def leave_out(names: str) -> list[str]:
-    """What `without=names` sets."""
+    """Return the settings for `without=names`."""
     chosen = [name for name in names.split(",") if name]
     if names == "all":
         chosen = [name for name in IDEAS if name not in PLAIN_HAS]
-    ideas = f"all alone, or some of {', '.join(IDEAS)}"
-    for name in chosen:
-        alike = [f"{x}?" for x in difflib.get_close_matches(name, IDEAS)]
-        hint = f" ({' '.join(alike)})" if alike else ""
-        need(name in IDEAS, f"without={names}: not {name!r}{hint}, but {ideas}")
+    unknown = [name for name in chosen if name not in IDEAS]
+    need(not unknown, f"without={names}: it must be all, or a list of {', '.join(IDEAS)}")
     return " ".join(IDEAS[name] for name in chosen).split()
 
 
 def set_fields(fields: dict, key: str, text: str):
-    """Set what `key` leads to among the `fields` of a config; LookupError, TypeError or ValueError
-    if it leads nowhere."""
+    """Set the entry of `fields`, a config as a dict, to which `key` leads. Raise LookupError,
+    TypeError or ValueError if there is none."""
     *path, name = key.split(".")
     holders = [fields]
     if path:
@@ -5149,101 +4942,72 @@ def set_fields(fields: dict, key: str, text: str):
 
 
 def literal(text: str):
-    """The number, tuple or so on that Python sees in `text`, or JSON a truth value; the text itself
-    if they see none."""
+    """Return the Python literal or JSON truth value in `text`; the text itself if it is neither."""
     try:
         return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError):
         return {"true": True, "false": False}.get(text, text)
 
 
-# What is written here, and what other trainers call it.
-ELSEWHERE = {
-    "--set steps=N": "iters max_iters num_iterations max_steps num_steps train_steps",
-    "--set passes=N": "epochs max_epochs num_epochs num_train_epochs",
-    "--set 'stages.*.batch_tokens=N' (tokens, of all rows)": "batch_size device_batch_size",
-    "--set 'stages.*.row_tokens=N'": "block_size seq_len max_seq_len sequence_length",
-    "--set lr_anvil=X lr_adam=X": "lr learning_rate max_lr",
-    "--set decay_anvil=X decay_adam=X": "weight_decay",
-    "--set width=N": "n_embd embed_dim d_model model_dim hidden_size",
-    "--set val_every=N": "eval_interval eval_every eval_iters eval_steps val_loss_every",
-    "--set checkpoint_every=N": "save_interval save_every save_steps",
-    "--set log_every=N": "log_interval logging_steps",
-    "JAX_PLATFORMS=cpu before the command, --set devices=N": "device accelerator platform gpus",
-    "PRESET first": "preset model config",
-    "the layers of a preset in train_gpt.py": "depth n_layer num_layers n_head",
-    "TEXT, or --data DIR": "dataset data_dir data_path train_file input_bin",
-    "--out DIR": "out_dir output output_dir",
+# Names of common settings in other trainers:
+FOREIGN = {
+    "batch_size": "stages.N.batch_tokens",
+    "block_size": "stages.N.row_tokens",
+    "epochs": "passes",
+    "eval_interval": "val_every",
+    "learning_rate": "lr_anvil, lr_adam",
+    "lr": "lr_anvil, lr_adam",
+    "max_iters": "steps",
+    "n_embd": "width",
+    "save_interval": "checkpoint_every",
+    "weight_decay": "decay_anvil, decay_adam",
 }
 
 
-def in_our_words(word: str) -> str:
-    """What to write for `word`, a NAME or NAME=VALUE of ours or of another trainer, or what is much
-    like one; "" for others."""
-    name, _, value = word.strip("-").partition("=")
-    known = {key: f"--set {key}=N" for key in Config.__dataclass_fields__}
-    for here, names in ELSEWHERE.items():
-        known |= dict.fromkeys(names.split(), here)
-    plain = name.replace("-", "_").lower()
-    alike = difflib.get_close_matches(plain, known, 1, 0.8)
-    here = known[alike[0]] if alike else ""
-    if value and here.startswith("--set") and here.endswith("=N"):
-        here = here.removesuffix("N") + shlex.quote(value)
-    return here
-
-
-def unknown_key(key: str, fields: dict) -> str:
-    """That there is no such key among the `fields` of a config, and which are most like it or have
-    its name within, or what it is called here."""
+def similar_settings(key: str) -> str:
+    """Return settings whose names are similar to an unknown `key`, or contain it, or mean the same
+    as in other trainers; "" if there are none."""
+    name = key.rpartition(".")[2].replace("-", "_").lower()
+    if name in FOREIGN:
+        return FOREIGN[name]
     keys = [*Config.__dataclass_fields__]
-    keys += [f"stages.N.{name}" for name in Stage.__dataclass_fields__]
-    keys += [f"layers.N.{name}" for name in Layer.__dataclass_fields__]
-    with_letter = re.sub(r"\.(\d+|\*)\.", ".N.", key)
-    if with_letter in keys and with_letter != key:  # only its number is wrong
-        holder = key.partition(".")[0]
-        count = len(fields[holder])
-        more = f"; {holder}.{count} adds one like the last" if holder == "stages" else ""
-        return f"there is no {key!r}: N of {with_letter} is 0 to {count - 1}{more}"
-    alike = difflib.get_close_matches(with_letter, keys, cutoff=0.75)
-    name = key.rpartition(".")[2]
-    alike += [other for other in keys if name in other and other not in alike]
-    hint = f"most like it: {', '.join(alike[:6])}; " if name and alike else ""
-    here = in_our_words(key)
-    if here and not alike:
-        hint = f"write {here}; "
-    return f"unknown key {key!r}; {hint}--show prints all, N counts from 0 or is * for all"
+    keys += [f"stages.N.{field}" for field in Stage.__dataclass_fields__]
+    keys += [f"layers.N.{field}" for field in Layer.__dataclass_fields__]
+    similar = difflib.get_close_matches(re.sub(r"\.(\d+|\*)\.", ".N.", key), keys, cutoff=0.75)
+    similar += [x for x in keys if name and name in x and x not in similar]
+    return ", ".join(similar[:6])
 
 
 PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "target=0"])
 
 
-# ---- Data folders: where shards are, and the tools that make them --------------------------------
+# ---- Data folders: locations of shards, and the tools that make them -----------------------------
 
-# Next to shards of a text or of another tokenizer: encoding, real_tokens and bos, in JSON.
-# data/tokenize_text.py writes it, and returns them as settings.
+# Next to the shards of a text or of another tokenizer: encoding, real_tokens and bos, in JSON. They
+# become settings.
 DESCRIPTION = "dataset.json"
 
 
-def fitted(texts: list[str], val: list[str], names: list, given: list[str]) -> tuple:
-    """Return (preset or run, settings, description of the validation data) for `texts`.
+def settings_for(texts: list[str], val: list[str], name: str, given: list[str]) -> tuple:
+    """Return (settings, description of the validation data) for `texts` that train the preset or
+    run `name` with the settings `given`.
 
-    Tokenizes them, and `val` if it has texts, unless `texts` is one folder of shards. The preset or
-    run is the first of `names` with enough text; the settings add to those `given`."""
+    Tokenizes them, and `val` if it has texts, unless `texts` is one folder of shards."""
     paths = [data_place(text) for text in texts]
     folder = paths[0]
     has_shards = any(folder.glob("*.bin"))
     if has_shards and not (folder / DESCRIPTION).exists():
-        need(not val, f"{folder} has shards for validation: --val goes with a text")
-        return names[0], [f"data={folder.resolve()}"], "its shards"
+        need(not val, f"{folder} contains validation shards: --val requires a text to train on")
+        return [f"data={folder.resolve()}"], "its shards"
     apart = ["--val", *map(data_place, val)] if val else []
-    printed = run_tool("tokenize_text.py", *paths, *apart, "--for", *names, "--set", *given)
-    last_line = printed.splitlines()[-1]  # a sitecustomize may print others
-    name, settings, validation = json.loads(last_line)
-    return name, settings, validation
+    printed = run_tool("tokenize_text.py", *paths, *apart, "--for", name, "--set", *given)
+    last_line = printed.splitlines()[-1]  # a sitecustomize may print more lines
+    _, settings, validation = json.loads(last_line)
+    return settings, validation
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
-    """Return the folder of the run's shards; make the demo corpus if that is missing."""
+    """Return the folder of the run's shards. Make the demo corpus if it is missing."""
     folder = data_place(cfg.data)
     if folder.resolve() == demo_folder().resolve():
         files = "*_train_*.bin", "*_val_*.bin", MERGES
@@ -5263,7 +5027,7 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
 
 
 def data_place(data: str) -> Path:
-    """Return the folder or text `data`: in the current folder or next to this file.
+    """Return the path of the folder or text `data`: in the current folder or next to this file.
 
     The demo corpus may also be in the cache (see demo_folder)."""
     here = Path(os.path.expanduser(data))
@@ -5290,7 +5054,7 @@ def can_write(folder: Path) -> bool:
 def user_cache() -> Path | None:
     """Return the cache folder, in $XDG_CACHE_HOME or ~/.cache.
 
-    For a user without a home, it is a temporary folder; None if others can access that."""
+    For a user without a home, it is a temporary folder; None if others can access that folder."""
     place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if place != "~/.cache":
         return Path(place, "train_gpt")
@@ -5304,59 +5068,38 @@ def user_cache() -> Path | None:
     return folder if is_private and stat.S_ISDIR(found.st_mode) else None
 
 
-LESS_TEXT = "use less text, or make the tokens on a machine with more memory"
-LESS_TEXT += " (data/tokenize_text.py TEXT --out DIR) and name DIR as --data"
-
-
 def run_tool(name: str, *args) -> str:
-    """Run data/`name` in another process, since the tools import this file; return its stdout.
+    """Run data/`name` in another process, since the tools import this file. Return its stdout.
 
     Raise UserError if it is missing or was killed. If it fails, it prints the reason itself, so the
     error has no message."""
+
+    def end(number, frame):  # subprocess.run then ends the tool
+        raise SystemExit(128 + number)
+
     tool = Path(__file__).resolve().parent / "data" / name
     need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
-    with children_end_first():
+    before = signal_handlers()
+    deadly = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    set_handlers({number: end for number in deadly if before[number] == signal.SIG_DFL})
+    try:
         done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
+    finally:
+        set_handlers(before)
     killed = f"data/{name} was killed (signal {-done.returncode})"
     if done.returncode == -signal.SIGKILL:
-        killed += f", probably for lack of memory: {LESS_TEXT}"
+        killed += ", probably for lack of memory: use less text, or make the tokens on a larger"
+        killed += " machine (data/tokenize_text.py TEXT --out DIR) and use --data DIR"
     need(done.returncode >= 0, killed)
     need(done.returncode == 0, "")
     return done.stdout
 
 
-@contextlib.contextmanager
-def children_end_first() -> Iterator:
-    """Make signals that would end this process end a child in subprocess.run before.
-
-    Within this context SIGINT, SIGHUP and SIGTERM raise SystemExit, unless they are handled or
-    ignored; after it they take effect."""
-    received = []
-
-    def receive(number, frame):
-        received.append(number)
-        raise SystemExit
-
-    numbers = [signal.SIGINT, signal.SIGHUP, signal.SIGTERM]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []  # only the main thread can set handlers
-    unhandled = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    for number in unhandled:
-        signal.signal(number, receive)
-    try:
-        yield
-    finally:
-        for number in unhandled:
-            signal.signal(number, signal.SIG_DFL)
-        for number in received:
-            signal.raise_signal(number)
-
-
-# ---- Command line ------------------------------------------------------------------------------
+# ---- Command line --------------------------------------------------------------------------------
 
 
 def show(cfg: Config) -> str:
-    """The resolved config, the layers, the parameter table, the stages and the totals, as text."""
+    """Return the text of --show: settings, layers, parameters, stages and totals."""
     lines = []
     for name, value in dataclasses.asdict(cfg).items():
         if name not in ("layers", "stages"):
@@ -5382,7 +5125,7 @@ def show(cfg: Config) -> str:
 
 
 def command_for(script, *words) -> str:
-    """The shell command that runs `script` with `words` in this folder, with this Python."""
+    """Return the shell command that runs `script` in this folder with this Python."""
     name = Path(sys.executable).name
     found = shutil.which(name) or ""
     # Links are not followed: a virtual environment's Python is a link to one with other packages.
@@ -5392,61 +5135,52 @@ def command_for(script, *words) -> str:
 
 
 def tell(line, stream=None):
-    """Print a line; on a terminal the next one overwrites it if it ends with a carriage return. If
-    nobody can read it (a closed terminal, a full disk), the run goes on."""
+    """Print a line. On a terminal, the next line overwrites it if it ends with a carriage return.
+    Errors of a closed terminal or a full disk do not stop the run."""
     stream = stream or sys.stdout
     try:
         stays = not str(line).endswith("\r")
         end = "\n" if stays or not (stream and stream.isatty()) else ""
         print(line, end=end, file=stream, flush=True)
     except OSError:
-        with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
+        with contextlib.suppress(OSError):  # otherwise flushing the stream would fail at exit
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors: one line, exit status 2. An unknown option is refused
-    with the option or setting that it may stand for. The ~ in --out=~/runs, which shells do not
-    replace, is the home folder."""
+    """argparse with UserErrors. An unknown option gets a hint to a setting with such a name."""
 
     def error(self, message):
-        raise UserError(f"{message} (see --help)")
-
-    def parse_args(self, args=None, namespace=None):
-        words = sys.argv[1:] if args is None else args
-        in_home = [re.fullmatch("(--[a-z-]+=)(~.*)", str(word)) for word in words]
-        pairs = zip(words, in_home, strict=True)
-        words = [x[1] + os.path.expanduser(x[2]) if x else word for word, x in pairs]
-        known, others = self.parse_known_args(words, namespace)
-        options = [word for word in others if word.startswith("-") and "set" in known]
-        hints = [f"write {here}" for here in map(in_our_words, options) if here]
-        if others:
-            self.error(f"unrecognized arguments: {'; '.join([' '.join(others), *hints])}")
-        return known
+        hint = ""
+        if "unrecognized" in message and "--set" in self.format_usage():
+            options = re.findall(r"-+([a-zA-Z][\w-]*)(=\S*)?", message)
+            similar = [(similar_settings(name.replace("-", "_")), value) for name, value in options]
+            hints = [f"{key}{value or '=...'}" for key, value in similar if key]
+            hint = f"; did you mean --set {' '.join(hints)}" if hints else ""
+        raise UserError(f"{message}{hint} (see --help)")
 
 
 def add_config_options(parser: argparse.ArgumentParser):
-    """PRESET, TEXTs, --set, --data and --seed: what `resolve` makes a Config of."""
+    """Add PRESET, TEXTs, --set, --data, --val and --seed, from which `resolve` makes a Config."""
     option = parser.add_argument
-    presets = f"{' or '.join(PRESETS)}; default: tiny, and for texts what fits them and devices"
-    option("words", nargs="*", metavar="PRESET|TEXT", help=presets)
+    option("words", nargs="*", metavar="PRESET|TEXT", help=f"{', '.join(PRESETS)}; default: tiny")
     several = {"nargs": "+", "action": "extend", "default": []}
-    fields = "replace fields of the config: steps=500 'stages.*.batch_tokens=4096'; all: --show"
+    fields = "change settings: steps=500 'stages.*.batch_tokens=4096'; --show prints all"
     option("--set", **several, metavar="KEY=VALUE", help=fields)
     data = "folder of token shards; texts, folders of texts"
     option("--data", **several, metavar="DIR|TEXT", help=data)
-    option("--val", **several, metavar="TEXT", help="texts for validation alone")
-    option("--seed", type=int, metavar="N", help="of the parameters, and of samples")
+    option("--val", **several, metavar="TEXT", help="texts for validation only")
+    option("--seed", type=int, metavar="N", help="seed of the parameters, and of samples")
 
 
 class Asked(NamedTuple):
-    """What the command line says of the config."""
+    """The config options of a command line."""
 
     preset: str  # or ""
-    places: list[str]  # of data
+    places: list[str]  # folders of shards, or texts
     val: list[str]  # texts for validation
-    settings: list[str]  # what else to --set
+    settings: list[str]  # KEY=VALUE
 
     @property
     def keys(self) -> set[str]:
@@ -5455,131 +5189,72 @@ class Asked(NamedTuple):
 
 
 def asked_for(args) -> Asked:
-    """What these arguments say of the config; UserError if a word is neither preset nor place."""
+    """Return the config options. Raise UserError if a word is neither a preset nor a place."""
     settings = list(args.set)
     if args.seed is not None:
         settings.append(f"seed={args.seed}")
-    of_data = [item for item in settings if item.startswith("data=")]
-    settings = [item for item in settings if item not in of_data]
-    data = args.data + [item.removeprefix("data=") for item in of_data]
+    data = args.data + [x.removeprefix("data=") for x in settings if x.startswith("data=")]
+    settings = [x for x in settings if not x.startswith("data=")]
     presets = [word for word in args.words if word in PRESETS]
     need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
-    named = [word for word in args.words if word not in PRESETS] + data
-    need(named or not args.val, "--val: name a text to train on, in front of it")
-    renamed = {f"preset={preset}" for preset in PRESETS} & {*settings}
-    need(not renamed, f"--set {' '.join(renamed)} changes only a name: write the preset in front")
-    for place in named + args.val:
-        no_preset = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}; "
-        if "=" in place and in_our_words(place):
-            no_preset = f"for a setting write {in_our_words(place)}; "
-        elif presets or place in data + args.val:
-            no_preset = ""
-        exists = place and data_place(place).exists()
-        need(exists, f"{no_preset}there is no {place or repr(place)}")
-    return Asked("".join(presets), named, args.val, settings)
+    places = [word for word in args.words if word not in PRESETS] + data
+    need(places or not args.val, "--val requires a text to train on: name it first")
+    for place in places + args.val:
+        if place and data_place(place).exists():
+            continue
+        key = place.partition("=")[0]
+        need(key == place or not similar_settings(key), f"for a setting write --set {place}")
+        missing = f"there is no {place or repr(place)}"
+        known = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}"
+        raise UserError(missing if presets or place in data + args.val else f"{known}; {missing}")
+    asked = Asked("".join(presets), places, args.val, settings)
+    need("preset" not in asked.keys, "--set preset= changes only a name: write the preset first")
+    return asked
 
 
 def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
-    """The Config that the command line asks for, of a preset or of the run to `start` from; with
-    one's own text it fits that."""
+    """Return the Config for a command line, from a preset or from the run to `start` from. Texts
+    are tokenized for it, and their settings added."""
     asked = asked_for(args)
     need("start" not in asked.keys, "--set start=: use --start RUN_DIR")
+    name = asked.preset or "tiny"
     if start:
         of_run = asked.preset == "" and "seed" not in asked.keys
-        need(of_run, "--start has the run's model: drop PRESET and seed")
-        names = [str(start.run_dir)]
+        need(of_run, "--start uses the model of the run: drop PRESET and seed")
+        name = str(start.run_dir)
         base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
     else:
-        names = [asked.preset or "tiny"]
-        if asked.places and not asked.preset:
-            names = presets_here(asked.settings)
-        base = PRESETS[names[0]]
+        base = PRESETS[name]
     settings = asked.settings
     if asked.places:
-        with_settings(base, settings)  # a typo is reported before a large text is tokenized
-        name, of_data, validation = fitted(asked.places, asked.val, names, settings)
-        base = PRESETS.get(name, base)
+        with_settings(base, settings)  # reports a typo before a large text is tokenized
+        of_data, validation = settings_for(asked.places, asked.val, name, settings)
         settings = of_data + settings
         say(f"data of your own, with validation on {validation}: {shlex.join(of_data)}")
-    alike = first_alike(all_devices())
-    if alike < len(all_devices()) and not asked.preset:
-        settings = [f"devices={alike}", *settings]
-        say(f"devices of several kinds: devices={alike}, those of the first alone")
     cfg = override(base, settings)
-    if asked.places and name in LARGE and not asked.preset:
-        smaller = settings_here(cfg) or []
-        cfg = override(cfg, smaller)
-        say(f"{name} in the memory that is here: {' '.join(smaller) or 'as it is'}")
-    if start:
-        same = shapes_of(cfg) == shapes_of(base)
-        need(same, "--start takes the model of the run: --set no sizes")
+    same = not start or shapes_of(cfg) == shapes_of(base)
+    need(same, "--start uses the model of the run: drop settings of sizes")
     return cfg
 
 
-def presets_here(settings: list[str]) -> list[str]:
-    """The presets that may suit texts on these devices; the first for which there is enough text
-    does."""
-    with contextlib.suppress(UserError):  # settings of other stages, of another vocabulary
-        if settings_here(override(PRESETS["speedrun"], settings)) is not None:
-            return ["speedrun", "tiny"]
-    return ["tiny"]
-
-
-def settings_here(cfg: Config) -> list[str] | None:
-    """What to --set besides so that the run fits the devices that are here, as many of the first as
-    are of one kind (see settings_that_fit). None if nothing does, or if they are CPUs."""
-    devices = all_devices()[: cfg.devices or first_alike(all_devices())]
-    if devices[0].platform == "cpu":
-        return None
-    try:
-        cfg, mesh = make_mesh(dataclasses.replace(cfg, devices=0), devices)
-    except UserError:  # they are of several processes, which share no such batch
-        return None
-    return settings_that_fit(cfg, mesh, memory_limit(mesh))
-
-
-def say_what_else(say: Callable, devices: int):
-    """What so many `devices` (0: all) could do, for somebody who has named neither preset nor
-    text."""
-    first = all_devices()[0]
-    this = command_for(__file__)
-    own_text = f"a text of your own: {this} TEXT"
-    if first.platform == "cpu":
-        say(f"next, {own_text}")
-        return
-    chosen = [f"devices={devices}"] if devices else []
-    here = f"{devices or len(all_devices())} x {first.device_kind}"
-    settings = settings_here(override(PRESETS["speedrun"], chosen))
-    if settings is None:
-        say(f"next, {own_text}; speedrun does not fit {here}")
-        return
-    command = f"{this} speedrun"
-    if chosen + settings:
-        command += f" --set {' '.join(chosen + settings)}"
-    tool = command_for(Path(__file__).with_name("data") / "cached_fineweb10B.py", 9)
-    download = f"pip install huggingface_hub && {tool}"
-    say(f"next, {own_text}; or speedrun, which {here} can train: {download} && {command}")
-    say("(6 minutes on one H200, calculated from measured parts; predictions for others: README)")
-
-
 def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter."""
+    """Return the shape of each parameter."""
     return {name: row.shape for name, row in param_table(cfg).items()}
 
 
 def resume_config(asked: Asked, saved: Saved) -> Config:
-    """The Config with which a run goes on; UserError if there is nothing left to do."""
+    """Return the Config of a resumed run. Raise UserError if the run is finished."""
     done = saved.step == saved.cfg.steps
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged run.json
         facts = json.loads((saved.run_dir / "run.json").read_text())
         done |= facts["finished"] and "missing" not in facts
     again = command_for(__file__, "--start", saved.run_dir, "--set", "steps=N")
     longer = f"to train longer, {again}"
     need(not done, f"{saved.run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
-    if asked.places:  # the folder may be another, all other settings are the run's
+    if asked.places:  # the folder may change, no other setting
         with_settings(saved.cfg, settings)
-        _, of_data, _ = fitted(asked.places, asked.val, [saved.run_dir], [])
+        of_data, _ = settings_for(asked.places, asked.val, str(saved.run_dir), [])
         settings = of_data[:1] + settings
     devices = saved.cfg.devices
     if devices > len(all_devices()):
@@ -5588,39 +5263,45 @@ def resume_config(asked: Asked, saved: Saved) -> Config:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The arguments of the command line."""
-    about = (__doc__ or "").split("\n")[0]  # python -OO leaves no docstrings
+    """Return the arguments of the command line."""
+    about = (__doc__ or "").split("\n")[0]  # python -OO removes docstrings
     parser = Parser(prog="train_gpt.py", description=about, allow_abbrev=False)
     add_config_options(parser)
+
+    def path(text):  # shells do not expand ~ in --out=~/runs
+        return Path(text).expanduser()
+
     option = parser.add_argument
-    option("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
-    option("--show", action="store_true", help="config, parameters, stages; then exit")
-    option("--resume", type=Path, metavar="RUN_DIR", help="a run, or RUN_DIR/checkpoints/STEP")
-    option("--start", type=Path, metavar="RUN_DIR", help="a new run with the parameters of another")
-    option("--cache", metavar="DIR", help="where compiled programs are kept; off: nowhere")
-    option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
-    option("--processes", type=int, metavar="N", help="how many there are")
-    option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
+    option("--out", type=path, metavar="DIR", default="logs", help="runs go to DIR/<run id>/")
+    option("--show", action="store_true", help="print settings, parameters and stages, then exit")
+    option("--resume", type=path, metavar="RUN_DIR", help="a run, or RUN_DIR/checkpoints/STEP")
+    option("--start", type=path, metavar="RUN_DIR", help="train the parameters of another run")
+    option("--cache", metavar="DIR", help="folder for compiled programs; off: none")
+    found = "one of several processes: the others are found (TPU slice, Slurm, Open MPI)"
+    option("--distributed", action="store_true", help=found)
+    option("--coordinator", metavar="HOST:PORT", help="the same: address of the first process")
+    option("--processes", type=int, metavar="N", help="with --coordinator: their number")
+    option("--process-id", type=int, metavar="I", help="with --coordinator: 0 to N-1")
     return parser.parse_args(argv)
 
 
 def check_resume(args, asked: Asked):
-    """UserError if --resume comes with what would make it another run."""
+    """Raise UserError if --resume is combined with options that would change the run."""
     kinds = Config.__annotations__.items()
     machine = [name for name, kind in kinds if kind.startswith("Machine")]
-    anew = asked.preset or args.show or args.start or asked.keys - {*machine}
+    changes = asked.preset or args.show or args.start or asked.keys - {*machine}
     drop = f"drop PRESET, --seed, --show, --set but for {', '.join(machine)}, and --start"
     instead = f"for a new run with its parameters: --start {args.resume}"
-    need(not anew, f"--resume takes the config of the run: {drop}; {instead}")
+    need(not changes, f"--resume uses the config of the run: {drop}; {instead}")
 
 
 def keep_programs(cache: str | None):
-    """Let jax keep compiled programs in the folder `cache`, or nowhere if that is "off". If it is
-    None, where jax is told to, or in the user's cache, if there is one."""
+    """Let JAX store compiled programs in the folder `cache`, or nowhere if it is "off". If it is
+    None, use the folder that the environment sets, or else the user's cache."""
     if cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = None
         if cache != "off":
-            folder = Path(cache) if cache else user_cache()
+            folder = Path(cache).expanduser() if cache else user_cache()
         if folder:
             trim_cache(folder)
         jax.config.update("jax_compilation_cache_dir", folder and str(folder))
@@ -5631,8 +5312,8 @@ CACHE_BYTES = 10 * 2**30  # of compiled programs
 
 
 def trim_cache(folder: Path):
-    """Delete the compiled programs in `folder` that were not used for the longest time, until the
-    rest has at most CACHE_BYTES. (jax does this only with another package, filelock.)"""
+    """Delete the least recently used programs in `folder` until at most CACHE_BYTES remain. (JAX
+    can do this only with the package filelock.)"""
     files = []
     for path in folder.glob("*-cache"):
         with contextlib.suppress(OSError):  # another process has deleted it
@@ -5645,18 +5326,50 @@ def trim_cache(folder: Path):
             path.unlink(missing_ok=True)
 
 
+# CUDA 13 does not support GPUs before Turing, nor does cuDNN since 9.11.
+FOR_OLD_GPUS = "'jax[cuda12]' 'nvidia-cudnn-cu12<9.11'"
+
+
+def check_hardware(cfg: Config):
+    """Raise UserError if JAX does not use the accelerator that the preset needs, or if the GPU is
+    too old for the installed CUDA. Run a first program: with wrong CUDA libraries it fails."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
+        fix = "pip install 'jax[tpu]', or 'jax[cuda13]' (driver below 580: cuda12; V100, P100:"
+        fix += f" {FOR_OLD_GPUS}); end other processes that use it (a notebook)"
+        needs = f"{cfg.preset} needs an accelerator, and JAX sees only CPUs"
+        need(cfg.preset not in LARGE, f"{needs}: {fix}; JAX_PLATFORMS=cpu uses CPUs")
+    too_old = 0 < capability(device) < 7.5 and "cuda 13" in device.client.platform_version
+    old = f"jax[cuda13] does not support {device.device_kind}"
+    need(not too_old, f"{old}: pip install {FOR_OLD_GPUS} in a new environment")
+    jax.block_until_ready(jnp.arange(2.0) + 1)
+
+
+def suggest_next(say: Callable):
+    """Print what to do after the bare command: train on a text, or `speedrun` if it fits."""
+    say(f"next, a text of your own: {command_for(__file__)} TEXT")
+    tool = records_tool("fit.py")
+    if tool and jax.default_backend() != "cpu":
+        download = command_for(Path(__file__).with_name("data") / "cached_fineweb10B.py", 9)
+        say(f"or FineWeb: pip install huggingface_hub && {download}")
+        try:
+            say(tool["command_that_fits"]("speedrun", []))
+        except UserError as error:  # it does not fit
+            say(error)
+
+
 def run(argv: list[str], command: str):
-    """Do what the command line says."""
+    """Run the command line `argv`; `command` is the line for the log."""
     args = parse(argv)
     asked = asked_for(args)
     if args.resume:
         check_resume(args, asked)
     keep_programs(args.cache)
-    while os.open(os.devnull, os.O_RDWR) < 3:  # or log.txt would have the place of a closed stdout
+    while os.open(os.devnull, os.O_RDWR) < 3:  # if stdout is closed, log.txt must not replace it
         pass
     if not args.show:
-        join_hosts(args.coordinator, args.processes, args.process_id)
-    all_devices()  # or one line that says why not
+        join_processes(args)
+    all_devices()  # reports errors of the backend
     say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume:
         saved = checkpoint_to_resume(args.resume, say)
@@ -5667,29 +5380,26 @@ def run(argv: list[str], command: str):
         cfg = resolve(args, say, start)
     if args.show:
         tell(show(cfg))
-    check_hardware(cfg, say)
-    if jax.default_backend() == "gpu":
-        start_gpu()
-    if not args.show:
-        train(cfg, Path(args.out), command, saved, say)
-        if not (asked.preset or asked.places or args.resume or args.start):
-            say_what_else(say, cfg.devices)
-    elif all_devices()[0].platform != "cpu":
-        cfg, mesh = make_mesh(cfg)
-        check_memory(cfg, mesh)
-        tell(memory_line(cfg, mesh))
+        if jax.default_backend() != "cpu":
+            tell(check_memory(*make_mesh(cfg)))
+        return
+    check_hardware(cfg)
+    train(cfg, Path(args.out), command, saved, say)
+    if not (asked.preset or asked.places or args.resume or args.start):
+        suggest_next(say)
 
 
 def report_errors(do: Callable) -> int:
-    """The exit status of `do()`: what the user can mend becomes one line and status 2."""
-    if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
+    """Return the exit status of do(). An error that the user can fix becomes one line and
+    status 2."""
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal may not have all letters of a sample
         sys.stdout.reconfigure(errors="replace")
     jax.config.update("jax_enable_x64", False)  # overrides JAX_ENABLE_X64: arrays are float32
     jax.config.update("jax_disable_jit", False)  # overrides JAX_DISABLE_JIT: programs are compiled
     before = signal_handlers()
     try:
-        # Ctrl-C ends a command at once until it trains: the compiler's threads, or jax that waits
-        # for others, would not hear a handler of Python's. A notebook (ps1) and a thread keep it.
+        # Until training starts, Ctrl-C ends a command at once: Python would not run a handler
+        # while threads compile. A notebook (ps1) and other threads keep their handler.
         in_thread = threading.current_thread() is not threading.main_thread()
         is_command = not (hasattr(sys, "ps1") or in_thread)
         if is_command and before[signal.SIGINT] is signal.default_int_handler:
@@ -5697,41 +5407,41 @@ def report_errors(do: Callable) -> int:
         return do() or 0
     except Exception as error:
         line = line_of(error)
-        if line is None:  # a fault of the program
+        if line is None:  # a bug
             raise
     finally:
         set_handlers(before)
     if line:
         tell(f"error: {' '.join(line.split())}", sys.stderr)
-    if jax.distributed.is_initialized():  # jax would wait for the other processes
+    if jax.distributed.is_initialized():  # JAX would wait for the other processes
         os._exit(2)
     return 2
 
 
 def line_of(error: Exception) -> str | None:
-    """What to say of an error that the user can mend; None of others."""
+    """Return the message for an error that the user can fix; None for other errors."""
     text = str(error)
     if isinstance(error, UserError | OSError):
         return text
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
         if jax.default_backend() == "gpu":
-            ways += "; or end what else holds the GPU (nvidia-smi lists it), choose another by"
+            ways += "; or end other processes on the GPU (nvidia-smi lists them), choose another by"
             ways += " CUDA_VISIBLE_DEVICES, or share it by XLA_PYTHON_CLIENT_MEM_FRACTION"
         return f"out of memory: use {ways}: {text}"
     if re.search("DNN library initialization|B(LAS|las) support|lib(cudnn|cublas|cusolver)", text):
         path = os.environ.get("LD_LIBRARY_PATH")
-        cure = f"a new environment (for V100, P100: {FOR_OLD_GPUS})"
+        fix = f"use a new environment (for V100, P100: {FOR_OLD_GPUS})"
         if path:
-            cure = f"unset LD_LIBRARY_PATH, which leads to others ({path}), or {cure}"
-        return f"jax cannot use its CUDA libraries: {cure}: {text}"
+            fix = f"unset LD_LIBRARY_PATH ({path}), which leads to other libraries, or {fix}"
+        return f"JAX cannot use its CUDA libraries: {fix}: {text}"
     if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
         return f"another process has ended or cannot be reached: see its output ({text})"
     return None
 
 
 def main(argv=None) -> int:
-    """Run the command line, or `argv` where this file is imported; returns the exit status."""
+    """Run the command line, or `argv` if this file is imported. Return the exit status."""
     is_script = argv is None and __name__ == "__main__"
     words = sys.argv[1:] if is_script else argv or []
     command = shlex.join(["python", "train_gpt.py", *words])

@@ -63,7 +63,7 @@ def merges_folder(saved: T.Saved) -> Path:
 
 def load(saved: T.Saved) -> Trained:
     """The model of a checkpoint, on the devices of its run or on those that are here."""
-    here = T.first_alike(T.all_devices())
+    here = len(T.all_devices())
     count = min(saved.cfg.devices or here, here)
     cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count))
     words = T.token_bytes(cfg, merges_folder(saved))
