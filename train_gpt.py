@@ -5349,13 +5349,15 @@ def suggest_next(say: Callable):
     """Print what to do after the bare command: train on a text, or `speedrun` if it fits."""
     say(f"next, a text of your own: {command_for(__file__)} TEXT")
     tool = records_tool("fit.py")
-    if tool and jax.default_backend() != "cpu":
-        download = command_for(Path(__file__).with_name("data") / "cached_fineweb10B.py", 9)
-        say(f"or FineWeb: pip install huggingface_hub && {download}")
-        try:
-            say(tool["command_that_fits"]("speedrun", []))
-        except UserError as error:  # it does not fit
-            say(error)
+    if not tool or jax.default_backend() == "cpu":
+        return
+    try:
+        command, note = tool["command_that_fits"]("speedrun", [])
+    except UserError as error:  # it does not fit
+        say(error)
+        return
+    download = command_for(Path(__file__).with_name("data") / "cached_fineweb10B.py", 9)
+    say(f"or speedrun: pip install huggingface_hub && {download} && {command} ({note})")
 
 
 def run(argv: list[str], command: str):

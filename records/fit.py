@@ -21,12 +21,11 @@ import train_gpt as T
 
 LEAST_NGRAMS = 13 * 2**15  # rows; a guess: a smaller n-gram table is not worth its memory
 
-# Training times of `speedrun` by device kind and number of devices (README.md).
+# Training times of `speedrun` without settings (README.md):
 TIMES = {
-    ("TPU v6 lite", 8): "67 s, predicted",
-    ("H100", 8): "57 s, calculated from parts measured on one GPU",
-    ("H200", 1): "6 minutes, calculated from measured parts",
-    ("H100", 1): "7 minutes, calculated from measured parts",
+    "8 x TPU v6 lite": "67 s, predicted",
+    "8 x NVIDIA H100": "57 s, calculated from parts measured on one GPU",
+    "1 x NVIDIA H200": "6 minutes, calculated from measured parts",
 }
 
 
@@ -188,36 +187,31 @@ def ways_to_fit(cfg: T.Config) -> list[list[str]]:
 # ---- Commands ----------------------------------------------------------------------------------
 
 
-def command_that_fits(preset: str, settings: list[str], gib: float | None = None) -> str:
-    """Return a line with the command that trains a preset on the devices of this machine, or on a
-    GPU of `gib` GiB. Raise UserError if no settings fit."""
+def command_that_fits(preset: str, settings: list[str], gib: float | None = None) -> tuple:
+    """Return (the command that trains a preset, a note on devices and time) for the devices of this
+    machine, or for a GPU of `gib` GiB. Raise UserError if no settings fit."""
     cfg = T.override(T.PRESETS[preset], settings)
-    device = None
+    devices = T.all_devices()[: cfg.devices or None]
+    device = devices[0]
     if gib:
         device = SimpleNamespace(platform="gpu", device_kind="NVIDIA GPU", compute_capability="8.0")
-        devices = T.all_devices()[: max(cfg.devices, 1)]
-        kind, limit = device.device_kind, gib * 2**30
-    else:
-        devices = T.all_devices()[: cfg.devices or None]
-        kind, limit = devices[0].device_kind, None
-        T.need(devices[0].platform != "cpu", "there is no accelerator here: name one by --gib N")
+        devices = devices[: max(cfg.devices, 1)]
+    T.need(device.platform != "cpu", "there is no accelerator here: name a GPU by --gib N")
     cfg, mesh = T.make_mesh(cfg, devices)
-    limit = limit or T.memory_limit(mesh)
-    here = f"{mesh.size} x {kind} with {limit / 2**30:.1f} GiB"
-    if limit == math.inf:
-        here = f"{mesh.size} x {kind}, whose memory is unknown"
+    limit = gib * 2**30 if gib else T.memory_limit(mesh)
+    here = f"{mesh.size} x {device.device_kind}"
+    if limit < math.inf:
+        here += f" with {limit / 2**30:.1f} GiB"
     found = settings_that_fit(cfg, mesh, limit, device)
     T.need(found is not None, f"{preset} does not fit {here}: use more devices, or tiny")
     command = T.command_for(T.__file__, preset)
     if chosen := [*settings, *found]:
         command += f" --set {' '.join(chosen)}"
-    times = [
-        time
-        for (name, count), time in TIMES.items()
-        if preset == "speedrun" and name in kind and count == mesh.size
-    ]
-    time = times[0] if times and not found else "see README.md for predicted times"
-    return f"{preset} fits {here}: {command} ({time})"
+    time = "README.md has predicted times"
+    if command == T.command_for(T.__file__, "speedrun"):
+        known = [seconds for kind, seconds in TIMES.items() if here.startswith(kind)]
+        time = known[0] if known else time
+    return command, f"{here}: {time}"
 
 
 def main(argv=None):
@@ -227,7 +221,8 @@ def main(argv=None):
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     parser.add_argument("--gib", type=float, metavar="N", help="memory of a GPU that is not here")
     args = parser.parse_args(argv)
-    T.tell(command_that_fits(args.preset, args.set, args.gib))
+    command, note = command_that_fits(args.preset, args.set, args.gib)
+    T.tell(f"{command}\n({note})")
 
 
 if __name__ == "__main__":
