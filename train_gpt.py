@@ -1,15 +1,15 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
 `speedrun` trains the model of record 92 of the modded-nanogpt speedrun
-(github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024) on 329 M tokens of FineWeb, in 1194
-steps, to a validation loss of 3.28. `tiny` is the same model at toy size, `plain` a plain GPT.
-Parameters are a dict of arrays; Muon, Adam, data parallelism, the data loader, kernels for TPUs and
-GPUs, and checkpoints that resume exactly are all here. Each idea of the record has a switch.
+(github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024; "upstream" below) on 329 M tokens of
+FineWeb, in 1194 steps, to a validation loss of 3.28. `tiny` is the same model at toy size, `plain`
+a plain GPT. Parameters are a dict of arrays. Muon, Adam, data parallelism, the data loader, kernels
+for TPUs and GPUs, and exact checkpoints are all here. Each idea of the record has a switch.
 
-Measured: two CPU cores train `tiny` in less than a minute. An earlier version (commit 21b3d1f) ran
-all steps of `speedrun` at an eighth of the batch size in 54 s on one H200. This version has not run
-on a GPU, and none on a TPU; nobody has timed a whole `speedrun` (README.md has predictions). Tests
-compare losses, gradients and updates with upstream's.
+Measured: two CPU cores train `tiny` in less than a minute. Commit 21b3d1f ran all steps of
+`speedrun` at an eighth of the batch size in 54 s on one H200. This version has not run on a GPU,
+and no version on a TPU. Nobody has timed a whole `speedrun` (README.md has predictions). Tests
+compare losses, gradients and updates with upstream.
 
     python train_gpt.py                    # without an accelerator: `tiny`
     python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
@@ -17,13 +17,12 @@ compare losses, gradients and updates with upstream's.
 
 To learn how it works, read Part I from the top, and the sections of Part II that interest you:
 
-    PART I, the core              a GPT and its training in plain JAX: the model, loss, optimizers,
-                                  the training loop; then settings, schedule and batches
-    PART II, the ideas            of the record, one section each: `--set without=NAME` disables one
+    PART I, the core              a GPT and its training in plain JAX: model, loss, optimizers,
+                                  training loop; then settings, schedule and batches
+    PART II, the ideas            of the record, one section each (`--set without=NAME`)
     PART III, the data            reading shards and prefetching batches
     PART IV, around a run         set-up, checks, checkpoints, log, several hosts, command line
-    PART V, fast on hardware      compilation, communication, and kernels that replace functions of
-                                  Parts I and II (`--set kernels=plain` disables them)
+    PART V, fast on hardware      compilation, communication, kernels (`--set kernels=plain`)
 
 Terms:
     record N    entry N of upstream's list of records
@@ -33,7 +32,7 @@ Terms:
     copies      arrays that the model computes with, in bfloat16 if they are large
 
 Suffixes of array names give their axes, as in x_btd: b rows of a batch, t tokens or queries, s
-keys, d model width, n heads, h head width, f MLP width, v vocabulary. Lengths are in tokens.
+keys, d model width, n heads, h head width, f MLP width, v vocabulary.
 """
 
 from __future__ import annotations
@@ -75,14 +74,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-SOURCE = Path(__file__).read_text()  # for the log; read first: while jax loads it may be edited
+SOURCE = Path(__file__).read_text()  # for the log; read before the slow import of JAX
 try:
     import fcntl
     import resource
 
     import jax
     from jax import lax, shard_map
-except ImportError as error:  # of a module that is not there, or too old
+except ImportError as error:
     sys.exit(f"error: {error}: use WSL on Windows, or pip install -r requirements.txt")
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +89,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXIS = "data"  # the one mesh axis: every device has its own rows
+AXIS = "data"  # the only mesh axis: every device has its own rows of the batch
 GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
 
 
@@ -99,7 +98,7 @@ class UserError(Exception):
 
 
 def need(holds, reason: str):
-    """UserError for this reason unless it `holds`."""
+    """Raise UserError with this reason unless `holds` is true."""
     if not holds:
         raise UserError(reason)
 
@@ -108,59 +107,60 @@ def need(holds, reason: str):
 # PART I: THE CORE
 # ================================================================================================
 
-# A run consists of a few programs, which are compiled before the clock starts:
-#     grads0, grads1, ...  every step, one program per shape of a batch (grads_step): forward pass,
-#                          loss, backward pass
-#     anvil                every step (update_step): matrices, by Muon in `plain`, else by ANVIL
-#     adam                 every second step (each in `plain`): embedding, head, small parameters
-#     tables               seldom, and not in `plain`: tables of token and n-gram vectors
-#     finish, eval         at the end: averages of the last weights; the validation loss
-# shard_map runs each program once per device, as torchrun runs a rank: lax.psum is an all-reduce
-# over AXIS, psum_scatter a reduce-scatter. A parameter has a master in the training state and, if
-# it is large, a copy in bfloat16 for the model. Large masters are sharded across devices, and so
-# are copies of matrices, which each step gathers (FSDP).
+# A run consists of a few programs, all compiled before the clock starts:
+#     grads0, grads1, ...  forward and backward pass of every step (grads_step), one program per
+#                          batch shape
+#     anvil                updates matrices every step, with Muon or its extension ANVIL
+#     adam                 updates embedding, head and small parameters every second step
+#     tables               updates tables of token and n-gram vectors less often (not in `plain`)
+#     finish, eval         average the last weights; compute the validation loss
+# shard_map runs each program once per device, like one rank of torchrun: lax.psum is an all-reduce
+# over AXIS, psum_scatter a reduce-scatter. The training state holds float32 parameters; large ones
+# also have a bfloat16 copy for the model. Large parameters are sharded across devices. The copies
+# of matrices are sharded, too, and gathered in each step (FSDP).
 #
-# What follows reads settings (Layer, Stage, Config; section "Settings") and a batch: Rows.tokens
-# is [b, t + 1], inputs and the last target (section "Batches"). Skim these two sections first.
+# The code uses settings (Layer, Stage, Config in section "Settings") and batches (Rows.tokens
+# [b, t + 1] has the inputs and the last target; section "Batches"). Skim these sections first.
 
 # ---- Model: token ids -> hidden states ---------------------------------------------------------
 
 
 class Kernels(NamedTuple):
-    """Functions that Part V may replace with faster ones, whose results are equal up to rounding.
-    Without kernels they are the functions named here."""
+    """Functions that Part V can replace with faster kernels. Results are equal up to rounding."""
 
-    attend: Callable  # q, k, v -> outputs of all heads: attend_heads, with attend_band
-    cross_entropy: Callable  # hidden states -> loss: cross_entropy
-    add_rows: Callable  # the gradient of a lookup: scatter_rows
-    blend: Callable  # per-token weighted sum of arrays: blend
+    attend: Callable  # q, k, v -> outputs of all heads; without kernels: attend_heads
+    cross_entropy: Callable  # hidden states -> loss; without kernels: cross_entropy
+    add_rows: Callable  # gradient of a table lookup; without kernels: scatter_rows
+    blend: Callable  # per-token weighted sum of arrays; without kernels: blend
 
 
 class Model(NamedTuple):
-    """Everything that all layers share while a batch passes through the model."""
+    """Parameters and settings that all layers share in one forward pass."""
 
-    params: dict  # compute copies by name; a bank is a list of its matrices (gather_banks)
+    params: dict  # name -> compute copy; a bank is a list of matrices
     cfg: Config
     kernels: Kernels
-    stage: Stage | None  # the stage of training, with its windows and losses; None in validation
-    hyper: Hyper  # numbers that change from step to step, such as the learning rate
+    stage: Stage | None  # training stage with its windows and losses; None in validation
+    hyper: Hyper  # numbers that change every step, such as the learning rate
     signs: jax.Array | None  # random signs of n-grams (sign_pool)
     segments_bt: jax.Array | None = None  # attention stays within a segment (segment_ids)
 
 
 class Inputs(NamedTuple):
-    """Arrays that any layer may read besides the residual stream."""
+    """Arrays that any layer can read in addition to the residual stream."""
 
-    x0: jax.Array  # [b, t, d] normed embeddings
-    start: jax.Array  # [b, t, d] the residual stream before the first layer
-    looked_up: dict  # rows of all tables by name (look_up)
+    x0: jax.Array  # [b, t, d] normalized embeddings
+    start: jax.Array  # [b, t, d] residual stream before the first layer
+    looked_up: dict  # table name -> vectors of the tokens (look_up)
     ngram: jax.Array | None = None  # [b, t, d] n-gram vectors
 
 
 def forward(model: Model, looked_up: dict, rows: Rows):
-    """Run the model: return the final hidden states [b, t, d], normed. `looked_up` holds the
-    embedding of each token, and its rows of other tables (see look_up). An `if` with a title in
-    quotes adds an idea of the record; without these lines the model is a plain GPT."""
+    """Return the final normalized hidden states [b, t, d]. `looked_up` has the embedding of each
+    token and its vectors from other tables (look_up).
+
+    An `if` with a quoted section title adds an idea of the record. Without these lines the model is
+    a plain GPT."""
     cfg = model.cfg
     model = model._replace(segments_bt=segments_of(model, rows))
     x0 = looked_up["embed"]
@@ -182,13 +182,13 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     def block(i: int, x):
         return layer_output(model, i, x, outputs, inputs, gates)
 
-    if cfg.recompute:  # keep only the stream for the backward pass (`outputs` has earlier layers)
+    if cfg.recompute:  # store only the layer outputs for the backward pass
         block = jax.checkpoint(block, static_argnums=0)
     for i, layer in enumerate(cfg.layers):
         if layer.looks:  # "Gates and other outputs of small MLPs"
             number = sum(earlier.looks for earlier in cfg.layers[: i + 1])
             gates |= coefficients(model, "gate", number, x)
-        if layer.mudd:  # "MUDD": mudd_end applies the last layer
+        if layer.mudd:  # "MUDD": the last layer is in mudd_end
             break
         x = block(i, x)
         outputs.append(x)
@@ -198,16 +198,16 @@ def forward(model: Model, looked_up: dict, rows: Rows):
 
 
 def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: dict):
-    """Apply layer `i` to the residual stream `x` [b, t, d]: attention, then MLP, each added to the
-    stream and each with a norm before it. Attention reads `x`, before `terms` are added to it.
+    """Return the residual stream [b, t, d] after layer `i`: `x` plus attention, plus MLP, with a
+    norm before each.
 
-    `outputs` has the stream after each earlier layer, `gates` are from `coefficients`."""
+    `outputs` has the stream after each earlier layer. `gates` are from `coefficients`."""
     cfg, params = model.cfg, model.params
     layer = cfg.layers[i]
-    terms = [(1.0, x)]  # of a sum of which bfloat16 rounds only the result
+    terms = [(1.0, x)]  # (weight, array); summed in float32
     if cfg.lambdas:  # "Value tables, smear, weights of branches"
         terms = [(params["resid_lambdas"][i, 0], x)]
-    if layer.skip:  # "Gates and other outputs of small MLPs": as upstream, no factor on x here
+    if layer.skip:  # "Gates and other outputs of small MLPs": without a factor on x, as upstream
         learned = params["skip_lambda"][cfg.layers_with("skip").index(i)]
         weight = jax.nn.sigmoid(learned) * gates["skip", i]
         terms = [(1.0, x), (weight, outputs[i - layer.skip])]
@@ -215,8 +215,8 @@ def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: 
         terms.append((gates["x0", i], inputs.x0))
     if layer.ngram and i > 0:  # "A table of hashed n-grams"; forward does this for layer 0
         terms.append((gates["ngram", i], inputs.ngram))
-    source = x
-    if layer.reads:  # "MUDD": attention reads the output of an earlier layer
+    source = x  # input of attention: the stream before the terms are added
+    if layer.reads:  # "MUDD": the output of an earlier layer
         source = outputs[i - layer.reads]
     added = None
     if layer.values:  # "Value tables, smear, weights of branches"
@@ -233,7 +233,7 @@ def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: 
 
 
 def segments_of(model: Model, rows: Rows):
-    """Return the segment ids [b, t] of a batch. Without documents each row is one segment."""
+    """Return the segment ids [b, t] of a batch. With documents=False each row is one segment."""
     cfg = model.cfg
     tokens = rows.tokens[:, :-1]
     if not cfg.documents:
@@ -242,9 +242,10 @@ def segments_of(model: Model, rows: Rows):
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
-    """Return segment ids [b, t], int32, rising along each row; attention stays within a segment. A
-    segment starts at every BOS token and, if `cap` is set, every `cap` tokens after it. Training
-    uses 2560, with documents of up to 3072 tokens (record 92, which gives no reason)."""
+    """Return segment ids [b, t], int32, increasing along each row.
+
+    A segment starts at every BOS token and, with a `cap`, every `cap` tokens after it. Training
+    caps segments at 2560 tokens (record 92)."""
     t = jnp.arange(tokens_bt.shape[1])[None]
     last_bos = lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)  # 0 before the first BOS
     is_start = (t - last_bos) % (cap or t.size) == 0
@@ -253,10 +254,10 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
 
 def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
     """Return the attention output of layer `i`, [b, t, d], to be added to the residual stream.
-    `added` and the gates of heads are described in HeadInputs."""
+    HeadInputs explains `added` and `gates`."""
     cfg, hyper, params = model.cfg, model.hyper, model.params
     heads = heads_of(cfg, i, model.stage.windows if model.stage else cfg.val_windows)
-    kind = 1 if cfg.layers[i].attends == "long" else 0  # index of rotation and scale in Hyper
+    kind = 1 if cfg.layers[i].attends == "long" else 0  # index in Hyper.freqs and Hyper.scales
     inputs = HeadInputs(
         added=added,
         xsa_btn=gates.get(("xsa", i)),
@@ -286,11 +287,11 @@ def mlp(model: Model, i: int, x_btd):
 
 
 def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
-    """Return (q, k and v projections [columns, d], used as x W^T; output projection [d, n v_width],
-    used as y W^T) of layer `i`, cut out of the banks (param_table).
+    """Return (q, k and v projections [columns, d] for x W^T; output projection [d, n v_width] for
+    y W^T) of layer `i`, taken from the banks (param_table).
 
-    All layers have matrices of one shape. If heads are narrower, only their first rows, or columns,
-    are used; the gradient of the others is 0."""
+    All layers have matrices of the same shape. A layer with narrower heads uses only the first rows
+    or columns of each head; the rest get zero gradients."""
     n, d = cfg.heads, cfg.width
     kv = heads.kv or n
     number = cfg.layers_with("attends").index(i)
@@ -308,8 +309,8 @@ def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
 
 
 def mlp_weights(cfg: Config, params: dict, i: int) -> tuple:
-    """Return (up-projection, used as x W^T; down-projection, used as h W) of layer `i`, [f, d]
-    each. The matrices of two parallel MLPs are joined to one MLP of twice the width."""
+    """Return (up-projection for x W^T, down-projection for h W) of layer `i`, both [f, d]. Two
+    parallel MLPs are concatenated to one MLP of twice the width."""
     first = sum(layer.mlps for layer in cfg.layers[:i])
     numbers = range(first, first + cfg.layers[i].mlps)
     bank = params["mlp_bank"]
@@ -319,14 +320,15 @@ def mlp_weights(cfg: Config, params: dict, i: int) -> tuple:
 
 
 def squared_relu(x):
-    """relu(x)^2 (So et al. 2021)."""
+    """Return relu(x)^2 (So et al. 2021)."""
     return jnp.square(jax.nn.relu(x))
 
 
 def mix(*terms):
-    """Weighted sum of (weight, array) pairs, summed in float32 and cast to the first array's dtype.
-    Gradients of the weights are sums over all tokens, so they must be float32 too: in bfloat16 they
-    would lose most of their digits."""
+    """Return the weighted sum of (weight, array) pairs in the first array's dtype.
+
+    The sum is float32, and so are the gradients of the weights: they are sums over all tokens, too
+    long for bfloat16."""
     _, first = terms[0]
     total = 0.0
     for weight, x in terms:
@@ -335,7 +337,7 @@ def mix(*terms):
 
 
 def norm(x):
-    """RMS norm over the last axis, without gain; statistics in float32."""
+    """Return x / RMS(x) over the last axis. There is no gain; statistics are float32."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     epsilon = 2.0**-23  # of float32
     return (x * lax.rsqrt(square + epsilon)).astype(x.dtype)
@@ -351,17 +353,18 @@ class Heads:
     count: int
     qk_width: int  # width of queries and keys per head
     v_width: int  # width of values and outputs per head
-    window: int  # how many earlier tokens a token attends to; half as many if `paired`
+    window: int  # number of earlier tokens that a token attends to; half if `paired`
     paired: bool = False  # two heads attend as one (pair_heads)
-    offset: bool = False  # half of each key is the previous token's (key_offset)
-    normed: bool = True  # queries and keys are normed
-    kv: int = 0  # heads of keys and values (Ainslie et al. 2023); 0 means as many as queries have
+    offset: bool = False  # half of each key comes from the previous token (key_offset)
+    normed: bool = True  # queries and keys are normalized
+    kv: int = 0  # number of key/value heads (Ainslie et al. 2023); 0 means `count`
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
-    """Return the Heads of layer `i`. `windows` are the windows of short and long layers. Queries
-    and keys of long layers have the full head width, and half of their dimensions do not rotate.
-    Short layers keep only the rotating half (record 92). Narrow layers halve values and outputs."""
+    """Return the Heads of layer `i`. `windows` are the windows of short and long layers.
+
+    In long layers, half of the query and key dimensions do not rotate. Short layers have only the
+    rotating half (record 92). Narrow layers halve values and outputs."""
     layer = cfg.layers[i]
     h = cfg.head_width
     is_long = layer.attends == "long"
@@ -378,20 +381,21 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
 
 
 class HeadInputs(NamedTuple):
-    """Inputs of the heads of one layer, in addition to their queries, keys and values."""
+    """Inputs of the heads of one layer, in addition to queries, keys and values."""
 
-    added: tuple | None  # (x_btd, gates_btn): gates times x is added to v (value tables)
-    xsa_btn: jax.Array | None  # gates of exclude_self
-    gates_btn: jax.Array | None  # factors on the outputs of heads
+    added: tuple | None  # (x_btd, gates_btn): gates * x is added to v (value tables)
+    xsa_btn: jax.Array | None  # gates for exclude_self
+    gates_btn: jax.Array | None  # factors on head outputs
     segments_bt: jax.Array
     freqs: jax.Array  # rotation in radians per token, [rotating pairs]
     scale: jax.Array  # factor on q k^T
 
 
 def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
-    """Return the outputs of all heads of a layer, [b, t, n v_width], with QK norm and rotation.
-    `qkv` holds queries, keys and values of all heads side by side. `attend` is attend_plain or an
-    equal function. This is the plain form of Kernels.attend; a kernel may do all of it at once."""
+    """Return the outputs of all heads of a layer, [b, t, n v_width], with QK norm and RoPE.
+
+    `qkv` has the queries, keys and values of all heads in its last axis. `attend` is attend_plain
+    or an equivalent function. Kernels.attend may fuse all of this."""
     b, t, _ = qkv.shape
     n, h = heads.count, heads.qk_width
     kv = heads.kv or n
@@ -399,7 +403,7 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     q = q.reshape(b, t, n, -1)
     k = k.reshape(b, t, kv, -1)
     v = v.reshape(b, t, kv, -1)
-    if kv < n:  # several heads of queries share keys and values
+    if kv < n:  # query heads share keys and values
         k, v = (jnp.repeat(x, n // kv, axis=2) for x in (k, v))
     if inputs.added is not None:  # "Value tables, smear, weights of branches"
         added_btd, added_gates_btn = inputs.added
@@ -426,10 +430,11 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
 
 
 def positions(t: int, heads: Heads):
-    """Return positions for the rotation, int [t, 1], or [t, n] for paired heads. A pair of heads
-    attends over 2t positions: even heads have the positions 2t, odd heads 2t + 1. pair_heads,
-    though, puts the first half of the heads at 2t and the second half at 2t + 1. This is an
-    upstream bug, kept so that losses agree."""
+    """Return positions for RoPE, int [t, 1], or [t, n] for paired heads.
+
+    A pair attends over 2t positions: even heads rotate by 2t, odd heads by 2t + 1. pair_heads,
+    however, puts the first half of the heads at 2t and the second half at 2t + 1. This upstream bug
+    is kept so that losses agree."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
         return token
@@ -437,9 +442,10 @@ def positions(t: int, heads: Heads):
 
 
 def rope_tables(freqs, positions_tn, width: int):
-    """Return cos and sin of all angles, float32 [t, n or 1, width / 2]. A head has width / 2 pairs
-    of dimensions. The first pairs rotate with `freqs`. The rest, in long layers half of them, have
-    angle 0: they match content regardless of position."""
+    """Return cos and sin of all angles, float32 [t, n or 1, width / 2], one per pair of dimensions.
+
+    The first pairs rotate with `freqs`. The rest, half of the pairs in long layers, have angle 0
+    and match content regardless of position."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     others = width // 2 - freqs.shape[0]
     padding = [(0, 0), (0, 0), (0, others)]
@@ -449,8 +455,8 @@ def rope_tables(freqs, positions_tn, width: int):
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
-    """Rotate pairs (i, i + h/2) of each head by minus their position's angle (RoPE, Su et al.
-    2021)."""
+    """Rotate dimensions (i, i + h/2) of each head by minus the angle of the position (RoPE, Su et
+    al. 2021)."""
     left, right = jnp.split(x_btnh, 2, axis=-1)
     cos = cos_tnh.astype(x_btnh.dtype)[None]
     sin = sin_tnh.astype(x_btnh.dtype)[None]
@@ -458,11 +464,11 @@ def rope(x_btnh, cos_tnh, sin_tnh):
 
 
 def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Return causal attention within a window, [b, t, n, h]: the reference for every other form.
+    """Return causal attention within a window, [b, t, n, h]. This is the reference for all kernels.
 
-    Token t attends to itself and to the `window` tokens before it, if they are in its segment.
-    Scores and softmax are float32. `window` is static, `scale` may be traced. All t x t scores
-    exist at once. Without kernels attend_band (Part V) is used, which avoids that."""
+    Token t attends to itself and to the `window` tokens before it, within its segment. Scores and
+    softmax are float32. `window` is static; `scale` may be traced. This computes all t x t scores;
+    attend_band (Part V), the default without kernels, does not."""
     t = jnp.arange(q_btnh.shape[1])
     back_ts = t[:, None] - t[None]  # distance from query t to key s
     near_ts = (back_ts >= 0) & (back_ts <= window)
@@ -479,11 +485,10 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     """Return (weighted training loss, unweighted next-token loss for the log), both float32 sums.
 
-    Differentiable with respect to `params`, which override Model.params, and to the table rows in
-    `looked_up`. (Validation passes no `params`.) As in upstream, the loss is summed over the
-    tokens of a row and averaged over rows, so it grows with the row length. Muon and Adam are
-    invariant to constant factors, but after a change of row length their moments keep the old
-    scale."""
+    Gradients are taken with respect to `params`, which override Model.params, and `looked_up`. As
+    in upstream, the loss is summed over the tokens of a row and averaged over rows, so it grows
+    with the row length. Muon and Adam are invariant to constant factors, but their moments keep the
+    old scale for a while after the row length changes."""
     model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
     per_token = x_btd, *targets_ahead(model, rows.aims)  # features, targets, weights
@@ -491,7 +496,7 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
         per_token = with_pointer(model, rows, *per_token)
     if rows.aims.candidates.size:  # "Losses on more than the next token, and a sampled softmax"
         heads_bvd = looked_up["head"]  # one head per row, over the candidates of the row
-    else:  # all rows share one head, and are joined to one long row
+    else:  # all rows share the head, so they become one long row
         heads_bvd = model.params["head"][None]
         per_token = [x.reshape(1, -1, x.shape[-1]) for x in per_token]
     sums = []
@@ -503,13 +508,14 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
 
 
 def targets_ahead(model: Model, aims: Aims) -> tuple:
-    """Return targets [b, t, targets] (int) and their loss weights (float32, same shape). Target j
-    of token i is token i + j + 1, also across document boundaries; in `plain` j is only 0. The next
-    token's prefix may be one more target. Weights are 0 past the end of a row, and in padding rows
-    of a validation batch, which have targets of -1."""
-    ahead = jnp.ones(1)  # weight of each j
+    """Return targets [b, t, targets] (int) and their loss weights (float32, same shape).
+
+    Target j of token i is token i + j + 1, even in the next document. In `plain` there is only
+    j = 0. The prefix of the next token can be one more target. Weights are 0 past the end of a row
+    and in padding rows of a validation batch, whose targets are -1."""
+    ahead = jnp.ones(1)  # loss weight of each j
     stage = model.stage
-    if stage:  # else this is validation
+    if stage:  # training
         ahead = model.hyper.weights[: len(stage.weights)] / stage.rows
     tokens = jnp.arange(aims.targets.shape[1])
     is_padding_b1 = aims.targets[:, :1] < 0
@@ -530,9 +536,10 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     """Return (weighted sum of all losses, unweighted sum of next-token losses), float32, in nats.
 
     Shapes: features [t, d], head [v, d], targets (int) and weights (float) [t, targets]. Tokens
-    whose first weight is 0 are not in the unweighted sum. `pointed`: see mix_pointed. The backward
-    pass recomputes logits. If logits are capped, fused_cross_entropy (Part V), an equal, trains."""
-    wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
+    with a first weight of 0 are not in the unweighted sum. `pointed` is explained in mix_pointed.
+    Logits are recomputed in the backward pass. With capped logits, training uses the equivalent
+    fused_cross_entropy (Part V)."""
+    wide_vd = head_vd.astype(jnp.float32)  # the gradient is summed over chunks in float32
 
     @jax.checkpoint
     def add(sums, chunk):
@@ -551,7 +558,7 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
     w_vd = head_vd.astype(x_td.dtype)
     logits_tv = jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32)
     logits_tv = cap_logits(logits_tv, cfg)
-    if cfg.logit_cap[0]:  # exp cannot overflow, and without a maximum rounds less
+    if cfg.logit_cap[0]:  # exp cannot overflow; without subtracting a maximum it is more accurate
         log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
     else:
         log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
@@ -559,8 +566,8 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
 
 
 def cap_logits(z, cfg: Config):
-    """Return logits, float32, capped to (0, a) by a * sigmoid((z + b) / c) unless a = 0 (records 9,
-    18, 54)."""
+    """Return logits, float32, capped to (0, a) by a * sigmoid((z + b) / c), unless a = 0 (records
+    9, 18, 54)."""
     a, b, c = cfg.logit_cap
     z = z.astype(jnp.float32)
     if not a:
@@ -578,16 +585,17 @@ def add_losses(sums, losses, weights, pointed=None):
 
 
 def in_chunks(cfg: Config, ids: int, *arrays):
-    """Reshape arrays [t, ...] to [chunks, t / chunks, ...]; None stays None. A chunk has at most
-    cfg.loss_chunk tokens, and proportionally more if the softmax has fewer `ids` than the
-    vocabulary."""
+    """Reshape arrays [t, ...] to [chunks, t / chunks, ...]. None stays None.
+
+    A chunk has up to cfg.loss_chunk tokens, and proportionally more if the softmax is over fewer
+    `ids` than the vocabulary."""
     tokens = len(arrays[0])
     chunks = chunk_count(tokens, cfg.loss_chunk * cfg.vocab // ids)
     return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
 
 
 def chunk_count(tokens: int, most: int) -> int:
-    """Return the smallest number of equal chunks that have at most `most` tokens each."""
+    """Return the smallest number of equal chunks with at most `most` tokens each."""
     fewest = -(-tokens // most)
     return next(n for n in range(fewest, tokens + 1) if tokens % n == 0)
 
@@ -596,20 +604,21 @@ def chunk_count(tokens: int, most: int) -> int:
 
 
 class AdamRates(NamedTuple):
-    """Rates of one Adam update."""
+    """Hyperparameters of one Adam update."""
 
     lr: jax.Array
-    decay: float  # weight decay: an update subtracts lr * lr * decay times the weight, as upstream
+    decay: float  # an update subtracts lr * lr * decay * weight, as upstream
     count: jax.Array  # number of the update, from 1
     betas: tuple[float, float]
     eps: float
-    cautious: bool  # weight decay only where the update shrinks the weight (descend)
+    cautious: bool  # see descend
 
 
 def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
-    """Return the AdamRates of an update of the gradients of `steps` steps. An update of tables over
-    twice as many steps forgets as much as two updates would: its betas are squared and its weight
-    decay is doubled (record 92)."""
+    """Return the AdamRates of an update that sums the gradients of `steps` steps.
+
+    If tables are updated half as often, their betas are squared and their weight decay is doubled,
+    so they decay at the same speed (record 92)."""
     span, count = 1, hyper.adam_count
     if row.updated_by == "tables":  # "When tables learn"
         span, count = steps / cfg.table_every[0], hyper.table_count
@@ -618,8 +627,8 @@ def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
 
 
 def adam(param, mean, square, grad, rates: AdamRates) -> tuple:
-    """Take one Adam step (Kingma & Ba 2015), all float32: return (param, mean, mean square). As in
-    upstream, eps is added to the root before the bias correction."""
+    """Return (param, mean, mean square) after one Adam update (Kingma & Ba 2015), all float32. As
+    in upstream, eps is added before the bias correction."""
     b1, b2 = rates.betas
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
@@ -630,21 +639,20 @@ def adam(param, mean, square, grad, rates: AdamRates) -> tuple:
 
 
 def descend(param, update, decay, cautious: bool):
-    """Return `param` minus `update`, minus `decay` times the weights. Cautious weight decay is
-    applied only where the update shrinks the weight (record 50), so not where the update is 0."""
+    """Return param - update - decay * param. With `cautious`, weight decay is applied only where
+    the update shrinks the weight (record 50)."""
     decays = update * param > 0 if cautious else 1.0
     return param - update - decay * decays * param
 
 
 def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
-    """Take one step of ANVIL on a bank (record 92), all float32: return the new arrays of `old`,
-    which holds "params" and the moments.
+    """Return `old`, the parameters and moments of a bank, after one ANVIL update (record 92). All
+    are float32 [matrices, rows, cols], this device's shard.
 
-    With all its extensions disabled, ANVIL is Muon (Jordan et al. 2024, record 4): the momentum of
-    each matrix is replaced with the nearest orthogonal matrix, so that all directions learn at the
-    same rate. Banks are [matrices, rows, cols], this device's shard. Weight decay is applied only
-    where the average of the gradient shrinks the weight or, as upstream, is 0 (cautious, after
-    Liang et al. 2024; record 43)."""
+    Without its extensions ANVIL is Muon (Jordan et al. 2024, record 4): it replaces the momentum of
+    each matrix with the nearest orthogonal matrix, so that all directions learn at the same rate.
+    Cautious weight decay is applied only where the averaged gradient shrinks the weight or, as
+    upstream, is 0 (after Liang et al. 2024; record 43)."""
     param = old["params"]
     if cfg.slow_rate:  # "ANVIL": two averages of the gradient
         update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
@@ -663,8 +671,7 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     lr = hyper.lr * row.lr
     decays = average * param >= 0 if cfg.cautious else 1.0
     update += lr * row.decay * decays * param
-    # Each matrix has its own learning-rate factor. Banks are padded to a multiple of the devices;
-    # the factor of a padding matrix does not matter.
+    # Each matrix has a learning-rate factor. Padding matrices get an arbitrary one.
     matrices = len(param)
     numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)
     scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
@@ -672,8 +679,8 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     return {"params": param - rate * update, **new}
 
 
-# Coefficients (a, b, c) of X <- aX + (bA + cAA)X with A = XX^T. Applied in turn, each brings the
-# singular values closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
+# Coefficients (a, b, c) of X <- aX + (bA + cAA)X with A = XX^T. Each iteration brings the singular
+# values closer to 1 (Polar Express, Amsel et al. 2025; these coefficients: record 92).
 ANVIL_MAPS = (
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
@@ -685,25 +692,25 @@ ANVIL_MAPS = (
 
 
 def orthogonalize(x, dtype):
-    """Return approximately the nearest (semi-)orthogonal matrices to a bank [matrices, rows, cols],
-    in `dtype`. It multiplies only with the Gram matrix of the shorter side."""
+    """Return approximately the nearest (semi-)orthogonal matrix to each matrix of a bank [matrices,
+    rows, cols], computed in `dtype`."""
     x = x.astype(dtype)
     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
     x = (x / (norms * 1.05 + 1e-6)).astype(dtype)  # singular values below 1, even when rounded
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
+    x = x.mT if tall else x  # for the smaller Gram matrix
 
     def closer(x, abc):
         a, b, c = abc
         gram = x @ x.mT
         return a * x + (b * gram + c * (gram @ gram)) @ x, None
 
-    # A loop, because the compiler for TPUs took twice as long for six copies of its matmuls.
+    # Unrolled, this loop takes the TPU compiler twice as long.
     x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
     return x.mT if tall else x
 
 
-# ---- Parameters: one table, from which initial values, state and shardings are derived ----------
+# ---- Parameters: shapes, initial values and optimizers in one table -----------------------------
 
 
 @dataclass(frozen=True)
@@ -712,20 +719,20 @@ class Param:
 
     shape: tuple[int, ...]
     init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the values
-    optimizer: str  # rule: anvil, adam, or rows (Adam with one second moment per row of a table)
-    updated_by: str  # program that applies the rule: anvil (every step), adam, or tables (seldom)
+    optimizer: str  # anvil, adam, or rows (Adam with one second moment per row of a table)
+    updated_by: str  # program that updates it: anvil, adam or tables
     lr: float
-    decay: float = 0.0  # weight decay: a step subtracts lr * lr * decay (* scale) of a weight
-    betas: tuple[float, float] = (0.0, 0.0)  # of adam and rows
-    scale: tuple[float, ...] = ()  # for anvil: factor on the learning rate per matrix of the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, share of the way to it)
+    decay: float = 0.0  # an update subtracts lr * lr * decay * weight (ANVIL: * scale)
+    betas: tuple[float, float] = (0.0, 0.0)  # for adam and rows
+    scale: tuple[float, ...] = ()  # for anvil: learning-rate factor of each matrix in the bank
+    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, its final weight)
     rescaled: bool = False  # averaging keeps the norm of the weights
     sharded: bool = True  # across devices along axis 0; small parameters are replicated
-    dtype: str = "float32"  # of the parameter itself, not of its copy
+    dtype: str = "float32"
 
 
 def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
-    """Return the arrays that its optimizer keeps for a parameter: kind -> shape."""
+    """Return kind -> shape of the optimizer state of a parameter."""
     if row.optimizer == "adam":
         return {"first": row.shape, "second": row.shape}
     if row.optimizer == "rows":
@@ -738,39 +745,38 @@ def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
     return kept
 
 
-NGRAMS = "ngram_table"  # the one parameter without a copy, with its own exchange of gradients
+NGRAMS = "ngram_table"  # has no compute copy, and its own gradient exchange
 
 
 @functools.cache
 def param_table(cfg: Config) -> dict[str, Param]:
-    """Return name -> Param for every parameter: its shape, initial value and optimizer.
+    """Return name -> Param for every parameter.
 
-    Matrices of equal shape are stacked into banks, so that ANVIL is one batched call per shape (in
-    parentheses: the record, with seven attentions and eleven MLPs):
-        qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention; x W^T. (Six
-            matrices [256, 768] per attention, three for q and three for k, of two heads each)
-        vo_bank [2 per attention, d, d]: v, then o; x W^T. If heads share keys and values
-            (kv_heads), it has only o, and v_bank has v [1 per attention, kv_heads h, d]
-        mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
-    In the record down-projections start at zero, so each MLP begins by adding nothing.
+    Matrices of equal shape are stacked into banks, so that ANVIL is one batched call per shape:
+        qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention, for x W^T. The
+            record has six [256, 768] matrices per attention, each with two heads of q or k.
+        vo_bank [2 per attention, d, d]: v, then o, for x W^T. With kv_heads it has only o, and
+            v_bank has v [1 per attention, kv_heads h, d].
+        mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W). The record
+            initializes down-projections to zero, so each MLP begins by adding nothing.
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
     attentions = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
     per_matrix = cfg.qk_heads or n  # heads per matrix of q or k
-    # An orthogonalized update has unit singular values whatever its shape, so it changes an output
-    # element less the wider the output is; sqrt(f / d) makes up for that (Jordan et al. 2024). The
-    # factor of 2 on down-projections was found by trial (record 48).
+    # An orthogonalized update has unit singular values, so it changes each element of a wide output
+    # less. sqrt(f / d) compensates for that (Jordan et al. 2024). The factor of 2 on
+    # down-projections is empirical (record 48).
     up_rate = math.sqrt(max(1, f / d))
     mlp_rates = (up_rate, 2 * up_rate) * mlps  # up, down, up, down, as stored
-    # All up, then all down, as in_pairs draws them.
+    # All up, then all down, in the order of in_pairs.
     mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
-    # (rate, weight decay) and betas of the record, which gives no reason for them.
+    # Learning rate, weight decay and betas of the record.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     vo_starts = (1.0, cfg.o_start) * attentions
-    if cfg.shared:  # v has fewer rows than o, and a bank of its own
+    if cfg.shared:  # v has fewer rows than o, so it has a separate bank
         vo_starts = (cfg.o_start,) * attentions
     table = {
         "head": head,
@@ -782,13 +788,13 @@ def param_table(cfg: Config) -> dict[str, Param]:
     if cfg.shared:
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
     table = with_ideas(cfg, table)  # "Parameters of ideas"
-    # Empty: banks of a model without attention or MLPs, and gate MLPs with gate_width=0.
+    # Omit empty parameters: banks without attention or MLPs, gate MLPs with gate_width=0.
     return {name: row for name, row in table.items() if math.prod(row.shape)}
 
 
 def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> Param:
-    """Return the Param of a parameter that Adam updates. `rates` are factors on lr_adam and
-    decay_adam, `fields` are other fields of Param."""
+    """Return the Param of a parameter with Adam. `rates` are factors on lr_adam and decay_adam;
+    `fields` are other fields of Param."""
     lr, decay = rates
     rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
     kinds = {"optimizer": "adam", "updated_by": "adam"}
@@ -796,8 +802,8 @@ def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> 
 
 
 def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
-    """Return the Param of a bank. `starts` are factors on the initial values of each matrix,
-    `scale` factors on its learning rate."""
+    """Return the Param of a bank. Each matrix has a factor on its initial values (`starts`) and on
+    its learning rate (`scale`)."""
     std = 0.5 / math.sqrt(cfg.width)  # as in upstream
     start = functools.partial(uniform, std, starts)
     rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
@@ -805,32 +811,32 @@ def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
 
 
 def in_pairs(init: Callable, key, shape):
-    """Draw a bank of pairs of matrices: all first matrices, then all second ones. (Another order
-    would change the numbers that a seed gives.)"""
+    """Initialize a bank of pairs of matrices: all first matrices, then all second matrices. (The
+    order determines the values for a seed.)"""
     halves = init(key, shape).reshape(2, -1, *shape[1:])
     return halves.swapaxes(0, 1).reshape(shape)
 
 
 def normal(std: float) -> Callable:
-    """Return an initializer: normal with this standard deviation."""
+    """Return an initializer for a normal distribution with this standard deviation."""
     return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
 
 
 def uniform(std: float, factors: float | tuple[float, ...], key, shape):
-    """Draw a bank: uniform with this standard deviation, times a factor per matrix."""
+    """Initialize a bank: uniform with this standard deviation, times a factor per matrix."""
     bound = math.sqrt(3) * std
     values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
     return values * jnp.float32(factors).reshape(-1, 1, 1)
 
 
 def updated(cfg: Config, kind: str) -> list[str]:
-    """Return the names of the parameters that an Update of this kind changes."""
+    """Return the names of the parameters that the program `kind` updates."""
     return [name for name, row in param_table(cfg).items() if row.updated_by == kind]
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """Return the training state as a tree, kind -> name -> leaf(shape, dtype, Param). Kinds are
-    "params", the moments and the averages."""
+    """Return a tree like the training state: kind -> name -> leaf(shape, dtype, Param). Kinds are
+    "params", the optimizer states and the averages."""
     state = {}
     for name, row in param_table(cfg).items():
         state.setdefault("params", {})[name] = leaf(row.shape, jnp.dtype(row.dtype), row)
@@ -850,7 +856,7 @@ def init_state(cfg: Config, seed):
     state = map_state(cfg, zeros)
     for name, row in param_table(cfg).items():
         if callable(row.init):
-            # The key depends on the name only, so a new parameter does not change the others.
+            # The key depends only on the name, so a new parameter does not change others.
             digest = hashlib.sha256(name.encode()).digest()
             salt = int.from_bytes(digest[:4], "little")
             start = row.init(jax.random.fold_in(key, salt), row.shape)
@@ -863,13 +869,13 @@ def init_state(cfg: Config, seed):
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
-    """Return the arrays that the model computes with: large parameters in cfg.dtype, small ones as
-    they are. (first_copies in Part V adds the signs of n-grams.)
+    """Return the arrays for the forward pass: large parameters in cfg.dtype, small parameters
+    unchanged.
 
-    `gather` turns a shard into the full table. Banks stay sharded: each step gathers them. The
-    n-gram table has no copy, so that with several devices each needs memory only for its shard.
-    Value tables become one array per layer, because a TPU is predicted to look up rows twice as
-    fast in a table that fits its VMEM (records/NOTES.md)."""
+    `gather` turns the shard of a table into the full table. Banks stay sharded; each step gathers
+    them. The n-gram table has no copy: each device needs memory only for its shard. Value tables
+    become one array per layer, because a TPU looks up rows twice as fast in a table that fits its
+    VMEM (predicted, records/NOTES.md)."""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
@@ -878,28 +884,30 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
         copies[name] = x.astype(cfg.dtype) if row.sharded else x
         if row.sharded and row.optimizer != "anvil":
             full = gather(copies[name])
-            copies[name] = full[: row.shape[0]]  # without rows that pad it (abstract_state)
+            copies[name] = full[: row.shape[0]]  # without padding (abstract_state)
         if name == "value_tables":
             copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
     return copies
 
 
-# ---- The step: what every device runs ----------------------------------------------------------
+# ---- The step: gradients and updates on every device --------------------------------------------
 
-# Banks are sharded across devices, and so are their optimizer steps (ZeRO, Rajbhandari et al.
-# 2019). In plain JAX a step would gather their copies before the forward pass, and sum and scatter
-# their gradients after the backward pass:
+# Banks and their optimizer states are sharded across devices (ZeRO, Rajbhandari et al. 2019). In
+# plain JAX a step would gather the banks before the forward pass, and sum and scatter their
+# gradients after the backward pass:
 #     bank = lax.all_gather(shard, AXIS, tiled=True)
 #     shard_of_gradient = lax.psum_scatter(gradient, AXIS, tiled=True)
-# gather_banks (Part V) does the same in an order that lets XLA overlap both with computation.
-# Tables are gathered only after their updates. reduce_scatter (Part V) sums their gradients.
+# gather_banks (Part V) does the same in an order that lets XLA overlap communication with
+# computation. Tables are gathered only after their updates; reduce_scatter (Part V) sums their
+# gradients.
 
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
-    """Return (gradients, mean loss over all devices, dropped n-grams) for this device's rows.
-    Gradients of banks are shards of the sum over all devices. Other gradients are this device's
-    own, as large as the copies and with their dtypes; update_step sums them. `table` is this
-    device's shard of the n-gram table, of which only the rows that the batch needs are fetched."""
+    """Return (gradients, mean loss over all devices, dropped n-grams) of a step.
+
+    Gradients of banks are summed over devices and sharded. Other gradients are from this device's
+    rows only, with the shapes and dtypes of the copies; update_step sums them over devices. `table`
+    is this device's shard of the n-gram table."""
     model, requested, scatter_banks = gathered_model(cfg, kernels, stage, copies, table, batch)
     total, grads = gradients_of(model, batch.rows)
     grads = {name: in_copy_dtype(grad, model.params[name]) for name, grad in grads.items()}
@@ -907,7 +915,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         dropped = dropped_ngrams(batch.rows.slots)
     numbers = lax.psum(jnp.stack([total / stage.batch_tokens, dropped]), AXIS)
-    if cfg.ngram_rows:  # "A table of hashed n-grams": sends after the sum, so that no loss waits
+    if cfg.ngram_rows:  # "A table of hashed n-grams": sent after the psum of the loss
         numbers, grads[NGRAMS] = send_to_owners(requested, grads[NGRAMS], numbers)
     grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})  # psum_scatter
     loss, dropped = numbers
@@ -915,13 +923,12 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 
 
 def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: Batch) -> tuple:
-    """Return (Model with all parameters that a batch needs, n-gram rows that other devices have
-    requested from this one, function that scatters the gradients of banks). `stage` is None for
-    validation. (records/sample.py uses this too.)"""
+    """Return (Model with all parameters for a batch, n-gram rows that other devices requested from
+    this device, function that scatters the gradients of banks). `stage` is None in validation."""
     requested, fetched = None, {}
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         requested, fetched = fetch_requests(table, batch)
-    # Gathering starts when `fetched` is complete: the first layer needs the n-grams first.
+    # Gathering starts after `fetched`, because the first layer needs the n-grams first.
     fetched, copies, scatter_banks = gather_banks(cfg, copies, fetched)
     params = {name: x for name, x in copies.items() if name != "signs"} | fetched
     model = Model(params, cfg, kernels, stage, batch.hyper, copies.get("signs"))
@@ -929,18 +936,17 @@ def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: B
 
 
 def in_copy_dtype(grad, copy):
-    """Cast a gradient to the dtype of the parameter's copy: bfloat16 halves memory and
-    communication."""
+    """Cast a gradient to the dtype of the parameter's copy, to save memory and communication."""
     dtype = jax.tree.leaves(copy)[0].dtype
     return jax.tree.map(lambda x: x.astype(dtype), grad)
 
 
 def gradients_of(model: Model, rows: Rows):
-    """Return (summed next-token loss, gradients by name, float32) of this device's rows.
+    """Return (summed next-token loss, name -> float32 gradient) of this device's rows, processed in
+    micro-batches.
 
-    Rows are processed in micro-batches, one after the other. A table is not an argument of the
-    loss, but its looked-up rows are: add_rows adds their gradients to the gradient of the table.
-    Value tables, a list of tables with the same ids, are stacked in one gradient."""
+    The loss is differentiated with respect to looked-up vectors, not to tables. add_rows adds these
+    gradients to the gradient of the table. The gradients of all value tables are one array."""
     cfg, params = model.cfg, model.params
     lookups = table_ids(cfg, rows)
     weights = {name: x for name, x in params.items() if name not in lookups}
@@ -957,7 +963,7 @@ def gradients_of(model: Model, rows: Rows):
         so_far = {name: grads[name] for name in weights}
         new = jax.tree.map(lambda total, x: total + x.astype(jnp.float32), so_far, new)
         for name, table_rows in row_grads.items():
-            # Candidates of a single row are in ascending order, which makes adding faster.
+            # The candidates of a single row are sorted, which makes add_rows faster.
             ascending = name == "head" and len(ids[name]) == 1
             new[name] = model.kernels.add_rows(grads[name], ids[name], table_rows, ascending)
         return total + loss, new
@@ -970,12 +976,12 @@ def gradients_of(model: Model, rows: Rows):
 
 
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
-    """Return the ids that a batch looks up: name of a table -> ids of any shape."""
+    """Return table name -> ids (of any shape) that a batch looks up."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
     ids = {"embed": tokens}
     if cfg.layers_with("values"):  # "Value tables, smear, weights of branches"
         ids["value_tables"] = tokens
-    if cfg.ngram_rows:  # "A table of hashed n-grams": numbers of the rows that were fetched
+    if cfg.ngram_rows:  # "A table of hashed n-grams": positions among the fetched rows
         ids[NGRAMS] = rows.slots
     if rows.aims.candidates.size:  # "Losses on more than the next token, and a sampled softmax"
         ids["head"] = rows.aims.candidates
@@ -983,8 +989,8 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 
 
 def look_up(tables: dict, ids: dict) -> dict:
-    """Return name -> rows [..., d] of a table at `ids` [...]; a list if the name has a list of
-    tables, as value_tables has."""
+    """Return table name -> vectors [..., d] at `ids` [...]. For value_tables, a list of tables, it
+    is a list."""
 
     def rows_at(table, wanted):
         return table.at[wanted].get(mode="promise_in_bounds")
@@ -997,8 +1003,10 @@ def look_up(tables: dict, ids: dict) -> dict:
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """Add the gradient of a lookup, rows [..., d] at ids [...], to `grad_vd`. `rows` may be a list,
-    for tables that share ids and are stacked in `grad_vd`. (GPUs add in no fixed order.)"""
+    """Add the gradients of looked-up vectors, `rows` [..., d], to `grad_vd` at `ids` [...].
+
+    `rows` can be a list for several tables with the same ids, stacked in `grad_vd`. On GPUs the
+    order of additions is not deterministic."""
     tables = jax.tree.leaves(rows)
     size = grad_vd.shape[0] // len(tables)  # rows per table
     for number, x in enumerate(tables):
@@ -1009,8 +1017,8 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
 
 
 def sum_batches(add: Callable, zeros, batches):
-    """Fold add(carry, batch) -> carry over stacked `batches`. There is no loop for a single batch,
-    so that XLA can remove the addition of zeros."""
+    """Fold add(carry, batch) -> carry over stacked `batches`. A single batch needs no loop, so XLA
+    can remove the addition of zeros."""
     if len(jax.tree.leaves(batches)[0]) == 1:
         only = jax.tree.map(lambda x: x[0], batches)
         return add(zeros, only)
@@ -1026,22 +1034,20 @@ def micro_batches(cfg: Config, rows: Rows):
 
 
 def rows_together(cfg: Config, b: int, t: int) -> int:
-    """Return how many of its b rows of t tokens a device processes at a time: the largest divisor
-    of b that fits cfg.micro_tokens, or 1."""
+    """Return the number of rows per micro-batch, for b rows of t tokens per device: the largest
+    divisor of b that fits into cfg.micro_tokens, or 1."""
     divisors = (k for k in range(b, 1, -1) if b % k == 0)
     return next((k for k in divisors if k * t <= cfg.micro_tokens), 1)
 
 
 def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """Update the parameters in `due`: return (state, their new compute copies, norms of their
-    gradients if cfg.log_norms).
+    """Update the parameters in `due`: name -> this device's gradients of the steps since the last
+    update. Return (state, changed compute copies, norms of gradients if cfg.log_norms).
 
-    `due` has, by name, a tuple of this device's gradients of the steps since the last update. Each
-    device updates its shard of every large parameter. For head, embedding and value tables it first
-    receives its shard of the summed gradients, and then all devices gather the updated shards,
-    rounded to the compute dtype. Gradients of banks have already been summed over devices by
-    grads_step, and copies of banks stay sharded. The n-gram table has its own exchange, and no
-    copy. As in upstream, large gradients are sent in the compute dtype."""
+    Each device updates its shard of every large parameter. Gradients of head, embedding and value
+    tables are first summed and scattered, and the updated shards are gathered in the compute dtype.
+    Gradients of banks are already summed, and their copies stay sharded. The n-gram table has its
+    own exchange. As in upstream, large gradients are sent in the compute dtype."""
     new = {kind: dict(arrays) for kind, arrays in state.items()}
     norms = {}
     for name, grads in due.items():
@@ -1074,18 +1080,18 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
 
 
 def sum_over_devices(cfg: Config, row: Param, grads: tuple):
-    """Return the sum, float32, of the gradients of several steps over all devices: this device's
-    shard of it, or all of it for a parameter that is replicated."""
+    """Return the float32 sum of the gradients of several steps over all devices: this device's
+    shard, or the full array for a replicated parameter."""
     if row.sharded and row.optimizer != "anvil":
         return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
     grad = sum(x.astype(jnp.float32) for x in grads)
-    if row.sharded:  # a bank, which grads_step has summed over devices
+    if row.sharded:  # a bank: already summed over devices by grads_step
         return grad
     return lax.psum(grad, AXIS)
 
 
 def finish_step(cfg: Config, state):
-    """Return (the state with the weights to validate, their compute copies) after the last step."""
+    """Return (state, compute copies) with the weights for validation, after the last step."""
     params = state["params"]
     if cfg.tail or cfg.tail_average:  # "Averages of the last weights"
         params = move_to_averages(cfg, state)
@@ -1096,7 +1102,7 @@ def finish_step(cfg: Config, state):
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
-    """Return (next-token loss summed over a batch of validation rows, in nats; dropped n-grams)."""
+    """Return (summed next-token loss in nats, dropped n-grams) of a batch of validation rows."""
     model, _, _ = gathered_model(cfg, kernels, None, copies, table, batch)
 
     def loss(rows: Rows):
@@ -1113,7 +1119,8 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
 
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
-    """Return (mean loss in nats per validation token, dropped n-grams), by a compiled eval_step."""
+    """Return (mean loss in nats per token, dropped n-grams) of all validation `batches`. `loss` is
+    the compiled eval_step."""
     results = jax.device_get([loss(batch) for batch in batches])
     total, dropped = np.sum(results, axis=0, dtype=np.float64)
     return float(total) / cfg.val_tokens, int(dropped)
@@ -1123,11 +1130,11 @@ def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int
 
 
 def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
-    """Train from the start, or from the checkpoint `saved`, to the end; return the run's folder.
-    The clock covers every training step, data loading and intermediate checkpoints; setup
-    (`prepare`), validation and the final checkpoint are excluded; the last averaging is counted.
-    Logging and set-up functions are in Part IV. Checkpoints, and the stop after a
-    signal, happen at the next step at which no gradients are being accumulated."""
+    """Train to the end, from scratch or from the checkpoint `saved`. Return the folder of the run.
+
+    The clock includes training steps, data loading, the final averaging and intermediate
+    checkpoints. It excludes set-up (`prepare`, Part IV), validation and the final checkpoint. A run
+    saves checkpoints, and stops after a signal, only when no gradients are accumulated."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
     state, copies, loader = ready.state, ready.copies, ready.loader
@@ -1135,7 +1142,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     last_saved = first
     save_every = cfg.checkpoint_every or cfg.steps
     waiting = {}  # accumulated gradients: name -> one per step since the last update
-    newest = None  # StepResult that has not been logged yet
+    newest = None  # StepResult that is not logged yet
 
     def pause():
         nonlocal newest
@@ -1156,11 +1163,10 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
     with contextlib.closing(ready.batches) as batches:
         for step in range(first, cfg.steps):
-            is_new = step > first or not saved  # otherwise this state and its loss are on disk
+            is_new = step > first or not saved  # False: the checkpoint has this state and its loss
             if is_new and cfg.val_every and step % cfg.val_every == 0:
                 validate_after(step)
-            # 0 if there was no signal. All hosts stop at the same step: JAX agrees on its number,
-            # counted from the start of this process.
+            # 0 without a signal. All hosts stop at the same step, counted from the process start.
             signalled = ready.stop_signal(step - first)
             if signalled and not waiting:
                 pause()
@@ -1179,7 +1185,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             gradients, *updates = schedule(cfg).programs[step]
             grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-            del grads  # otherwise gradients stay in memory after an update has consumed them
+            del grads  # otherwise gradients stay in memory after an update
             all_norms = {}
             for update in updates:
                 due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
@@ -1187,11 +1193,11 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
                 copies |= changed
                 all_norms |= norms
                 del due
-            log_step(log, newest)  # log the previous step while this one runs
+            log_step(log, newest)  # the previous step, while this step runs
             number_of_pass = ready.stream.pass_at(loader.cursor)
             newest = StepResult(step + 1, loss, dropped, all_norms, number_of_pass)
 
-    waiting.clear()  # gradients of parameters that are not updated again
+    waiting.clear()  # gradients without a further update
     state, changed = compiled["finish"](state)
     copies |= changed
     validate_after(cfg.steps)
@@ -1199,46 +1205,46 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
         log.save(cfg.steps, state, loader)
     log.ended()
-    set_handlers(ready.handlers)  # nothing is left to save: a signal ends the process at once
+    set_handlers(ready.handlers)  # nothing is left to save, so signals may end the process
     if cfg.sample_tokens:
         table = state["params"].get(NGRAMS)
         trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
         demonstrate(log, trained)
-    missing = log.facts.get("missing")  # a checkpoint that could not be written
+    missing = log.facts.get("missing")  # the error of a checkpoint
     need(not missing, f"the run has ended well, but {missing}")
     return log.folder
 
 
-# ---- Settings: every number of a run, and the presets ----------------------------------------
+# ---- Settings: all hyperparameters, and the presets ---------------------------------------------
 
 Kind = TypeVar("Kind")
-Positive = Annotated[Kind, "positive"]  # `--set` refuses numbers that are not above 0
-Machine = Annotated[Kind, "machine"]  # about the machine, not the recipe: `--resume` can change it
+Positive = Annotated[Kind, "positive"]  # must be above 0
+Machine = Annotated[Kind, "machine"]  # does not belong to the recipe: `--resume` can change it
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Wiring of one layer: its attention, the terms it adds to the residual stream, its MLPs. Gates
-    are per-token factors computed by small MLPs (see `coefficients`)."""
+    """Attention, MLPs and other terms of one layer. Gates are per-token factors computed by small
+    MLPs (see `coefficients`)."""
 
-    attends: str = ""  # "short" or "long": which window of the stage; "" for no attention
+    attends: str = ""  # window of attention: "short" or "long"; "" means no attention
     paired: bool = False  # two heads attend as one, over half the window (see pair_heads)
     narrow: bool = False  # values and outputs of a head have half the head's width
-    values: bool = False  # adds this layer's table of token values to v, through a gate
+    values: bool = False  # adds vectors from the layer's value table to v, through a gate
     xsa: bool = False  # removes each head's output component along its own value (record 82)
     gated: bool = False  # multiplies each head's output by a gate (record 85)
     x0: bool = False  # adds the token embedding, through a gate
     ngram: bool = False  # adds the n-gram vector, through a gate; layer 0 adds it first
     skip: int = 0  # adds the output from this many layers back, through a gate; 0 disables it
-    reads: int = 0  # attention reads the output from this many layers back; 0 reads the stream
-    looks: bool = False  # from this layer on, gates are computed from the stream, not embeddings
-    mudd: bool = False  # last layer only: per-token weights for each term it adds (see mudd_layer)
+    reads: int = 0  # attention input is the output from this many layers back; 0: the stream
+    looks: bool = False  # computes the gates of this and later layers from the stream
+    mudd: bool = False  # last layer only: per-token weights for its terms (see mudd_layer)
     mlps: int = 1  # number of parallel MLPs
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase of training with one batch shape. All sizes are in tokens."""
+    """A phase of training with one batch shape. Sizes are in tokens."""
 
     share: float  # fraction of the schedule; 0 for a final stage of Config.extension steps
     batch_tokens: Positive[int]  # global batch size per step
@@ -1246,26 +1252,25 @@ class Stage:
     doc_cap: int  # maximum document length; 0 ignores document boundaries when cutting rows
     windows: Positive[tuple[int, int]]  # attention windows of short and long layers
     lr_factor: float = 1.0  # factor on learning rates
-    # Loss weights for predicting the next token, the one after it, and so on. They change linearly
-    # from `weights` at the start of the stage to `weights_end` at its end.
-    weights: tuple[float, ...] = (1.0,)
-    weights_end: tuple[float, ...] = (1.0,)  # as many as `weights`
-    # The stage is split into equal parts, one per entry of these two fields.
-    prefix: tuple[float, ...] = (0.0,)  # loss weight for the next token's prefix token (record 88)
+    weights: tuple[float, ...] = (1.0,)  # loss weights of the next token, the token after it, ...
+    weights_end: tuple[float, ...] = (1.0,)  # loss weights at the end (linear interpolation)
+    # Each entry of these fields applies to an equal part of the stage.
+    prefix: tuple[float, ...] = (0.0,)  # loss weight of the next token's prefix token (record 88)
     candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0 uses the full vocabulary
 
     @property
     def rows(self) -> int:
-        """Rows of one global batch."""
+        """Number of rows in a global batch."""
         return self.batch_tokens // self.row_tokens
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run. A preset is a Config; `--set KEY=VALUE` replaces fields. The defaults
-    are record 92, except that the n-gram table hashes normalised ids (pull request 375) and has
-    half the rows: published results say that fewer distinct n-grams make up for that. The record's
-    own values: ngram_rows=84602880 ngram_ids=raw."""
+    """All settings of a run. A preset is a Config; `--set KEY=VALUE` replaces fields.
+
+    The defaults are record 92, except for the n-gram table. It has half the rows and hashes
+    normalized ids (pull request 375); according to published results the loss is the same. The
+    record uses ngram_rows=84602880 ngram_ids=raw."""
 
     preset: str = "speedrun"
     without: str = ""  # names from IDEAS to disable, with commas; "all": all except PLAIN_HAS
@@ -1280,7 +1285,7 @@ class Config:
         Layer(x0=True, ngram=True, looks=True),
         Layer("short", paired=True, x0=True, ngram=True),
         Layer(skip=3),  # adds the output of layer 3
-        Layer(x0=True, mlps=0),  # only adds the embedding; layer 10 reads the result
+        Layer(x0=True, mlps=0),  # only adds the embedding, for layer 10
         Layer("short", narrow=True, values=True, mlps=2),
         Layer(ngram=True),
         Layer("long", values=True, gated=True, reads=3, mudd=True),  # reads the output of layer 7
@@ -1292,23 +1297,23 @@ class Config:
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # size of the tokenizer's vocabulary; larger ids are refused
     bos: int = 50256  # id of the token that starts each document
-    # Tokenizer. "bpe" needs its merges next to the shards. "ids" is any other tokenizer: token
-    # bytes are unknown, so prefixes, normalised n-grams and text samples are unavailable.
+    # Tokenizer. "bpe" needs its merges next to the shards. "ids" stands for any other tokenizer:
+    # without token bytes there are no prefixes, normalized n-grams or text samples.
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # rows of the hash table, half for bigrams; 0 disables n-grams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # "normalised" ignores case, accents
-    ngram_drop: float = 0.0  # dropout: fraction of looked-up n-gram rows that training sets to 0
-    sign_rows: int = 8192  # rows of random signs to tell colliding n-grams apart; 0 disables them
+    ngram_drop: float = 0.0  # dropout probability of n-gram vectors
+    sign_rows: int = 8192  # rows of random signs that distinguish colliding n-grams; 0 disables
     documents: bool = True  # attention does not cross document boundaries
-    still: bool = True  # half of a head's dimensions do not rotate; short layers leave them out
+    still: bool = True  # half of a head's dimensions do not rotate; short layers omit them
     qk_norm: bool = True  # normalizes queries and keys
     key_offset: bool = True  # long layers match keys of the previous token (see key_offset)
-    qk_heads: int = 2  # heads per matrix of qk_bank, which ANVIL updates separately; 0 means all
-    o_start: float = 1.0  # initial scale of attention output projections, relative to values
-    down_start: float = 0.0  # initial scale of MLP down-projections, relative to up-projections
+    qk_heads: int = 2  # heads per matrix of qk_bank; 0 means all
+    o_start: float = 1.0  # factor on the initial attention output projections
+    down_start: float = 0.0  # factor on the initial MLP down-projections
     squared_relu: bool = True  # MLP activation; False means GELU
-    smear: bool = True  # adds a gated part of the previous token's embedding to each embedding
-    lambdas: bool = True  # learned factors on q, k, v, o and on the terms that a layer adds
+    smear: bool = True  # adds the gated embedding of the previous token to each embedding
+    lambdas: bool = True  # learned factors on q, k, v, o and on the terms of a layer
     value_gates: bool = True  # per-head gates on the value tables
     gate_width: int = 64  # hidden width of gate MLPs; with 0, gates are learned constants
     mudd_width: Positive[int] = 64  # hidden width of the MLPs that compute MUDD weights
@@ -1317,9 +1322,9 @@ class Config:
     # a, b, c: a logit z becomes a * sigmoid((z + b) / c). Three zeros disable this.
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)
     pointer_width: int = 0  # query/key width of the copy pointer (pointer_chances); 0 disables
-    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
+    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # block size: training, validation
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # activations and the n-gram table
-    # Schedule. Batch, windows and document length grow; at the end the batch shrinks again.
+    # Schedule. Batch, windows and document length grow; at the end the batch gets smaller again.
     start: str = ""  # checkpoint with the initial parameters; "" means random initialization
     steps: Positive[int] = 1194
     extension: int = 20  # final steps after the schedule: lowest learning rate, widest windows
@@ -1342,48 +1347,47 @@ class Config:
     passes: Positive[int] = 1  # maximum epochs over the training tokens; records use 1
     attention_cap: Positive[int] = 2560  # training: longer documents are split for attention
     tied: float = 1.0  # fraction of the schedule with head and embedding tied; 0 means never
-    cooldown: float = 0.8  # final fraction of the schedule with a linearly falling learning rate
-    lr_floor: float = 0.3  # factor on learning rates after the cooldown; averaging does the rest
+    cooldown: float = 0.8  # final fraction of the schedule with linear learning-rate decay
+    lr_floor: float = 0.3  # factor on learning rates after the cooldown
     # Optimizers. param_table has the factors for each parameter.
     muon: bool = True  # orthogonalizes updates of matrices; False only scales them (as_large)
     lr_anvil: float = 0.023  # base learning rate of ANVIL
     decay_anvil: float = 2.25  # weight decay per step: lr * lr * decay_anvil * Param.scale
     momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (see momentum_at)
-    momentum_warmup: Positive[int] = 240  # number of steps at the start over which momentum rises
-    momentum_cooldown: int = 50  # number of steps at the end over which momentum falls
-    rails_step: int = 514  # from here on, updates combine a fast and a slow average (see two_rails)
+    momentum_warmup: Positive[int] = 240  # first steps, over which momentum rises
+    momentum_cooldown: int = 50  # last steps, over which momentum falls
+    rails_step: int = 514  # first step with two gradient averages (see two_rails)
     rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta of the fast average, and its weight
-    slow_rate: float = 0.02  # 1 - beta of the slow average, with the remaining weight; 0 disables
+    slow_rate: float = 0.02  # 1 - beta of the slow average; 0 disables it
     equalize_rate: float = 0.1  # 1 - beta of the mean squares in `equalize`; 0 disables it
-    cautious: bool = True  # weight decay only where the update (ANVIL: average) shrinks the weight
+    cautious: bool = True  # weight decay only where the update shrinks the weight
     lr_adam: float = 0.008  # base learning rate of Adam
     decay_adam: float = 0.005  # weight decay per step: lr * lr * decay_adam
     adam_eps: Positive[float] = 1e-10
-    # Adam betas of mixing weights; Adam betas of gates and other scalars.
+    # Adam betas: of mixing weights, of gates and other scalars.
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
-    adam_every: Positive[int] = 2  # steps per Adam update, which sums their gradients
-    table_every: tuple[int, int] = (2, 4)  # steps per update of tables: at first, later
-    table_change: int = 336  # step from which the second number of table_every applies
+    adam_every: Positive[int] = 2  # steps per Adam update (gradient accumulation)
+    table_every: tuple[int, int] = (2, 4)  # steps per table update: before and after table_change
+    table_change: int = 336  # step
     tail: int = 298  # last steps over which head, embedding and matrices are averaged; 0 disables
     tail_average: int = 250  # last steps for value tables, and for a second average of v, o, MLPs
-    # Validation: on the first val_tokens of the validation split, each predicted once.
-    val_tokens: Positive[int] = 10_485_760
+    # Validation.
+    val_tokens: Positive[int] = 10_485_760  # number of first tokens of the validation split
     val_every: int = 0  # steps between validations; 0 means only at the end
     val_batch: Positive[int] = 2_097_152  # tokens per validation batch
     val_row: Positive[int] = 262_144  # tokens per validation row
     val_windows: Positive[tuple[int, int]] = (768, 2560)  # of short and long layers
     target: float = 3.28  # loss to reach, in nats per token; 0 disables it
     data: str = "data/fineweb10B"  # folder of token shards
-    # ---- The machine: speed and output; `devices` and `micro_tokens` can shorten rows ----
-    devices: Machine[int] = 0  # 0 uses all; with more devices than rows, rows are shortened
-    # "auto" uses all kernels that suit the run, "plain" none, "attend,blend" only these two.
-    kernels: Machine[str] = "auto"
-    sparse_cores: Machine[bool] = True  # SparseCores of TPUs move data while other work runs
-    micro_tokens: Machine[Positive[int]] = 49_152  # tokens per micro-batch; longer rows are cut
+    # ---- The machine: speed and output ----
+    devices: Machine[int] = 0  # 0 uses all; with more devices than rows, rows are split
+    kernels: Machine[str] = "auto"  # "auto", "plain" (none), or names, such as "attend,blend"
+    sparse_cores: Machine[bool] = True  # TPUs: SparseCores overlap communication with computation
+    micro_tokens: Machine[Positive[int]] = 49_152  # tokens per micro-batch; longer rows are split
     rows_at_once: Machine[Positive[int]] = 2**19  # n-gram rows that an update processes at a time
     recompute: Machine[bool] = False  # recomputes layers in the backward pass, to save memory
     loss_chunk: Machine[Positive[int]] = 4800  # tokens per chunk of a full-vocabulary loss
-    # Computes the loss without chunks. "auto": on TPUs and GPUs with kernels, if memory suffices.
+    # Whether to compute the loss without chunks; "auto" decides by memory (see with_whole_loss).
     whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
     prefetch: Machine[Positive[int]] = 4  # batches to keep ready on the devices
     checkpoint_every: Machine[int] = 0  # steps between checkpoints; 0 means only at the end
@@ -1409,7 +1413,7 @@ class Config:
         return self.kv_heads not in (0, self.heads)
 
     def layers_with(self, what: str) -> tuple[int, ...]:
-        """Layers with Layer.`what` set. Banks, tables and gates are stored in this order."""
+        """Layers with the field `what`. Banks, tables and gates are stored in this order."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
@@ -1419,7 +1423,7 @@ class Config:
 
     @property
     def has_gates(self) -> bool:
-        """Whether any layer has gates, that is, a field with the name of a kind in GATES."""
+        """Whether any layer has gates."""
         return any(map(self.layers_with, ("xsa", "gated", "x0", "ngram", "skip")))
 
     @property
@@ -1440,7 +1444,7 @@ class Config:
         return (0, *inner.astype(int).tolist(), self.steps)
 
     def tokens_after(self, step: int) -> int:
-        """Number of tokens that the first `step` steps train on."""
+        """Number of training tokens in the first `step` steps."""
         tokens = 0
         spans = itertools.pairwise(self.boundaries)
         for stage, (first, end) in zip(self.stages, spans, strict=True):
@@ -1452,8 +1456,8 @@ class Config:
 # fmt: off
 PRESETS = {
     "plain": None,  # a plain GPT: `tiny` without all IDEAS except PLAIN_HAS (set after `override`)
-    # The model of `speedrun` at toy size: a minute on two cores. It has one stage, since compiling
-    # for another batch shape would take a tenth of that.
+    # The model of `speedrun` at toy size: a minute on two cores. Each further stage would take
+    # several seconds to compile.
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -1475,9 +1479,8 @@ PRESETS = {
         data="data/builtin", sample_tokens=80,
     ),
     "speedrun": Config(),
-    # `speedrun` with the copy pointer, in fewer steps. Record 92 has stages of 320, 361, 374 + 52,
-    # 67 and 20 steps; these have 282, 317, 330 + 52, 59 and 20: a factor of 988 / 1122, except for
-    # the 52 and 20, which are unchanged.
+    # `speedrun` with the copy pointer, in fewer steps. Stages of record 92 have 320, 361, 374 + 52,
+    # 67 and 20 steps. Here all but the 52 and 20 are shorter by a factor of 988 / 1122.
     "pointer": Config(
         preset="pointer", pointer_width=128, steps=1060,
         stages=tuple(
@@ -1490,41 +1493,41 @@ PRESETS = {
 LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
-# ---- Schedule: the programs and the numbers of every step --------------------------------------
+# ---- Schedule: the programs and hyperparameters of every step -----------------------------------
 
 
 class Hyper(NamedTuple):
-    """Numbers that change from step to step, sent with each batch as float32. Whatever changes
-    array shapes is compiled in instead: rows, windows, number of candidates."""
+    """Hyperparameters that change every step, sent with each batch as float32. Values that change
+    array shapes (rows, windows, candidates) are compiled into the programs instead."""
 
     lr: np.ndarray  # factor on every learning rate
     momentum: np.ndarray  # Nesterov momentum of `anvil`
     adam_count: np.ndarray  # Adam updates so far, plus one, for the bias correction
     freqs: np.ndarray  # [2, rotating pairs] radians per token, in short and in long layers
     scales: np.ndarray  # [2] scale of q k^T, in short and in long layers
-    weights: np.ndarray  # [k] loss weights of the next token, the one after it, and so on
-    # Fields of ideas: None if the idea is disabled.
+    weights: np.ndarray  # [k] loss weights of the next token, the token after it, ...
+    # None if the idea is disabled:
     fast_beta: np.ndarray | None = None  # beta of the fast average (see two_rails)
     fast_weight: np.ndarray | None = None  # weight of the fast average (see two_rails)
     table_count: np.ndarray | None = None  # table updates so far, plus one
     prefix: np.ndarray | None = None  # loss weight of the next token's prefix
-    average_rates: np.ndarray | None = None  # [4] rates of AVERAGES; 0 keeps an average as it is
-    drop_seed: np.ndarray | None = None  # random number for ngram_dropout
+    average_rates: np.ndarray | None = None  # [4] rates of AVERAGES; 0 keeps an average unchanged
+    drop_seed: np.ndarray | None = None  # seed of ngram_dropout
 
 
 class Schedule(NamedTuple):
-    """What every step does: arrays and a list with one entry per step."""
+    """Stage, batch shape, programs and hyperparameters of every step."""
 
-    stage: np.ndarray  # number of the stage
-    candidates: np.ndarray  # size of the sampled softmax; 0 means the full vocabulary
-    programs: list[list[Gradients | Update]]  # keys of the programs that it runs, in order
-    hyper: Hyper  # before rounding to float32
+    stage: np.ndarray  # [steps] number of the stage
+    candidates: np.ndarray  # [steps] size of the sampled softmax; 0 means the full vocabulary
+    programs: list[list[Gradients | Update]]  # [steps] keys of programs, in order
+    hyper: Hyper  # of arrays [steps, ...], before rounding to float32
 
 
 class Gradients(NamedTuple):
-    """Key of a program that computes gradients; its `str` is the program's name, such as grads0."""
+    """Key of a program that computes gradients; str(key) is its name, such as grads0."""
 
-    number: int  # position in the order in which the run first uses these programs
+    number: int  # counted in the order of first use
     stage: int
     candidates: int  # size of the sampled softmax; 0 means the full vocabulary
 
@@ -1533,12 +1536,12 @@ class Gradients(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Key of a program that updates parameters; its `str` is, for example, tables2-2-2-2."""
+    """Key of a program that updates parameters; str(key) is its name, such as tables2-2-2-2."""
 
-    kind: str  # updates the parameters with this Param.updated_by
-    steps: int  # number of steps; it sums their gradients
+    kind: str  # Param.updated_by of the parameters
+    steps: int  # number of steps whose gradients are summed
     tied: bool = False  # head and embedding are one matrix (adam)
-    stages: tuple[int, ...] = ()  # of each of the steps, which determines array sizes (tables)
+    stages: tuple[int, ...] = ()  # stage of each step, which determines array sizes (tables)
 
     def __str__(self) -> str:
         tied = "_tied" if self.tied else ""
@@ -1547,7 +1550,7 @@ class Update(NamedTuple):
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
-    """Return the Schedule of a run, for all its steps."""
+    """Return the Schedule of a run."""
     stage, _, _ = steps_in_stages(cfg)
     sampled = in_parts(cfg, "candidates")
     shapes = list(zip(stage.tolist(), sampled.tolist(), strict=True))
@@ -1555,8 +1558,8 @@ def schedule(cfg: Config) -> Schedule:
 
 
 def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
-    """Return the keys of the programs that each step runs, in order: Gradients, then Updates.
-    `shapes` has (stage, candidates) of each step; equal shapes share a program."""
+    """Return the keys of the programs of each step, in order: Gradients, then Updates. `shapes` has
+    (stage, candidates) of each step; equal shapes share a program."""
     adam_due, tables = updates_due(cfg)
     last_tied = -1
     if cfg.tied:  # "When tables learn"
@@ -1576,8 +1579,8 @@ def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
 
 
 def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return (whether each step ends with an Adam update, how many steps its table update sums).
-    Both have shape [steps]; 0 means no table update."""
+    """Return, for each step, (whether it ends with an Adam update, number of steps that its table
+    update sums; 0 without a table update). Both have shape [steps]."""
     step = np.arange(cfg.steps)
     adam_due = (step + 1) % cfg.adam_every == 0
     tables = np.zeros_like(step)
@@ -1593,7 +1596,7 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
 
 
 def hyper_of_steps(cfg: Config) -> Hyper:
-    """Return a Hyper of arrays [steps, ...], not yet rounded to float32."""
+    """Return a Hyper of arrays [steps, ...], before rounding to float32."""
     step = np.arange(cfg.steps)
     freqs, scales = rotation(cfg)
     hyper = Hyper(
@@ -1609,10 +1612,10 @@ def hyper_of_steps(cfg: Config) -> Hyper:
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the factor on every learning rate at each step: lr_factor, moving linearly to lr_floor
-    over the cooldown. Averaging the last weights replaces lower rates."""
+    """Return the factor on all learning rates at each step: lr_factor, then linear decay to lr_floor
+    in the cooldown. Lower rates are not needed because the last weights are averaged."""
     scheduled = cfg.steps - cfg.extension
-    constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
+    constant = int((1 - cfg.cooldown) * scheduled)  # steps before the cooldown
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
     fallen = np.where(step < scheduled, fallen, 1.0)
     factors = np.array([stage.lr_factor for stage in cfg.stages])
@@ -1622,8 +1625,8 @@ def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the momentum at each step. It rises at first, since early gradients change direction
-    too fast for a long average, and falls at the end to let the weights settle."""
+    """Return the momentum at each step, with a linear warmup and cooldown. Early gradients change
+    direction too fast for a long average."""
     low, high = cfg.momentum
     risen = np.minimum(step / cfg.momentum_warmup, 1)
     turn = cfg.steps - cfg.momentum_cooldown
@@ -1632,8 +1635,8 @@ def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return the initial RoPE frequencies [2, rotating pairs], float32, and scales of q k^T [2].
-    The axis of 2 is for short and long layers (RoPE, Su et al. 2021)."""
+    """Return the initial RoPE frequencies [2, rotating pairs], float32, and scales of q k^T [2]. The
+    axis of 2 is for short and long layers."""
     pairs = cfg.head_width // 2
     if cfg.still:  # half of the dimensions do not rotate
         pairs = cfg.head_width // 4
@@ -1642,8 +1645,8 @@ def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
 
 
 def steps_in_stages(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for every step, (number of its stage, its number in the stage, steps of the stage);
-    int [steps] each."""
+    """Return, for each step, (number of the stage, number of the step within the stage, length of
+    the stage). Each is int [steps]."""
     lengths = np.diff(cfg.boundaries)
     stage = np.repeat(np.arange(len(cfg.stages)), lengths)
     first = np.array(cfg.boundaries)[stage]  # first step of the stage
@@ -1651,7 +1654,7 @@ def steps_in_stages(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def in_parts(cfg: Config, name: str) -> np.ndarray:
-    """Return the entry of Stage.`name` at each step; each covers an equal part of its stage."""
+    """Return the entry of Stage.`name` for each step. Entries cover equal parts of their stage."""
     entries = []
     for stage, number, length in zip(*steps_in_stages(cfg), strict=True):
         of_stage = getattr(cfg.stages[stage], name)
@@ -1659,29 +1662,29 @@ def in_parts(cfg: Config, name: str) -> np.ndarray:
     return np.array(entries)
 
 
-# ---- Batches: the input of a step ---------------------------------------------------------------
+# ---- Batches: the input of a step ----------------------------------------------------------------
 
 
 class Aims(NamedTuple):
-    """Prediction targets of a batch, int32. Targets and prefixes are ids or, with a sampled
-    softmax, positions in their row's candidates."""
+    """Prediction targets of a batch, int32. With a sampled softmax, targets and prefixes are
+    positions among the candidates of their row; otherwise they are token ids."""
 
     candidates: np.ndarray  # [b, candidates] ids, ascending; [b, 0] with the full vocabulary
     targets: np.ndarray  # [b, t] next tokens; all -1 in padding rows of a validation batch
-    prefixes: np.ndarray  # [b, t] the next token's prefix token; -1 if none, or no candidate
+    prefixes: np.ndarray  # [b, t] prefix tokens of the next tokens; -1 if there is none
 
 
 class Rows(NamedTuple):
-    """Rows of a batch, sharded across devices; each process makes its own."""
+    """Rows of a batch, sharded across devices. Each process makes its own rows."""
 
     tokens: jax.Array  # uint16 [b, t + 1]: inputs and the last target
-    hashed: jax.Array | None  # uint16 [b, t]: ids as n-gram hashes read them; None without n-grams
+    hashed: jax.Array | None  # uint16 [b, t]: ids for n-gram hashes; None without n-grams
     slots: jax.Array | None  # int32 [b, 2, t]: positions of n-grams among fetched rows (`request`)
     aims: Aims
 
 
 class Batch(NamedTuple):
-    """Inputs of a step apart from the training state."""
+    """Inputs of a step, except the training state."""
 
     rows: Rows
     requests: jax.Array | None  # int32 [devices, devices, size]: n-gram rows to fetch (`request`)
@@ -1689,17 +1692,17 @@ class Batch(NamedTuple):
 
 
 class LoaderState(NamedTuple):
-    """Position of a run in its data; checkpoints contain it."""
+    """Position of a run in its data, stored in checkpoints."""
 
     cursor: int  # position in the token stream
-    offsets: tuple[int, ...]  # for each row of this process: position in its walk (`candidates`)
+    offsets: tuple[int, ...]  # per row of this process: position in its walk (`candidates`)
 
 
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield (Batch, LoaderState after it) for each step from `step` to the end of the run. The
-    tables of the vocabulary are made here so that the clock counts that work."""
+    """Yield (Batch, LoaderState after it) for each step from `step` on. The vocabulary tables are
+    made here, so that the clock includes them."""
     vocab = None
     if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next", "A table of hashed n-grams"
         vocab = vocabulary(cfg, words)
@@ -1709,28 +1712,28 @@ def train_batches(
 
 
 def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, state: LoaderState):
-    """Return (Batch of `step`, next LoaderState), which depend on these arguments only. `vocab` is
-    a Vocabulary, or None if no enabled idea needs it."""
+    """Return (Batch of `step`, next LoaderState). This is a pure function. `vocab` is a Vocabulary,
+    or None if no enabled idea needs it."""
     stage = cfg.stages[schedule(cfg).stage[step]]
     tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
     aims = next_tokens(tokens[:, 1:].astype(np.int32))
     offsets = state.offsets
     if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
         count = schedule(cfg).candidates[step]
-        always = [cfg.real_tokens] if cfg.pointer_width else []  # id of `<copy>` (see mix_pointed)
+        always = [cfg.real_tokens] if cfg.pointer_width else []  # the copy id (see mix_pointed)
         aims, offsets = batch_aims(tokens, offsets, count, vocab.prefix_v, always)
     batch = put_batch(cfg, mesh, step, vocab, tokens, aims)
     return batch, LoaderState(cursor, offsets)
 
 
 def next_tokens(targets) -> Aims:
-    """Return Aims with these targets [b, t]. Prefixes are not read, but have the right shape."""
+    """Return Aims with these targets [b, t]. The prefixes are a placeholder."""
     no_candidates = np.empty((len(targets), 0), np.int32)
     return Aims(no_candidates, targets, prefixes=targets)
 
 
 def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> Batch:
-    """Return the Batch of `step`, on the devices, from this process's tokens, uint16 [b, t + 1]."""
+    """Put the Batch of `step` on the devices. `tokens` are this process's, uint16 [b, t + 1]."""
     rows = Rows(tokens, None, None, aims)
     requests = None
     if cfg.ngram_rows:  # "A table of hashed n-grams"
@@ -1741,20 +1744,20 @@ def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> 
 
 
 def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, vocab) -> Iterator:
-    """Yield the Batches of all validation tokens for the model after `step` steps."""
+    """Yield Batches of all validation tokens for the model after `step` steps."""
     for tokens, counts in read_validation(cfg, mesh, stream):
         targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
         yield batch_of(cfg, mesh, step, vocab, tokens, targets)
 
 
 def batch_of(cfg: Config, mesh: Mesh, step: int, vocab, tokens, targets) -> Batch:
-    """Return the Batch of these rows for the model after `step` steps. Targets of -1 pad it."""
-    last_step = max(step - 1, 0)  # whose rotation the model has learned
+    """Return a validation Batch for the model after `step` steps. Targets of -1 mark padding."""
+    last_step = max(step - 1, 0)  # validation uses the RoPE frequencies of the last step
     return put_batch(cfg, mesh, last_step, vocab, tokens, next_tokens(targets))
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """Put an array on the devices of `mesh`. For a sharded array, pass this process's part."""
+    """Put an array on the devices of `mesh`; if it is sharded, `array` is this process's part."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
