@@ -1612,8 +1612,8 @@ def hyper_of_steps(cfg: Config) -> Hyper:
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the factor on all learning rates at each step: lr_factor, then linear decay to lr_floor
-    in the cooldown. Lower rates are not needed because the last weights are averaged."""
+    """Return the factor on all learning rates at each step: lr_factor, then a linear decay to
+    lr_floor. Lower rates are not needed because the last weights are averaged."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the cooldown
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
@@ -1635,8 +1635,8 @@ def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return the initial RoPE frequencies [2, rotating pairs], float32, and scales of q k^T [2]. The
-    axis of 2 is for short and long layers."""
+    """Return the initial RoPE frequencies [2, rotating pairs], float32, and scales of q k^T [2],
+    both for short and long layers."""
     pairs = cfg.head_width // 2
     if cfg.still:  # half of the dimensions do not rotate
         pairs = cfg.head_width // 4
@@ -3722,12 +3722,13 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     one_process = devices[-1].process_index == 0
     uneven = f"{count} devices of several processes cannot divide the rows: use {cfg.devices}"
     need(one_process or cfg.devices == count, uneven)
-    used = devices[: cfg.devices]
     numbers = {}  # kind -> its devices
-    for number, device in enumerate(used):
+    for number, device in enumerate(devices):
         numbers.setdefault(device.device_kind, []).append(str(number))
     fix = " or ".join(f"CUDA_VISIBLE_DEVICES={','.join(x)}" for x in numbers.values())
-    need(len(numbers) == 1, f"{' and '.join(numbers)} cannot run the same program: set {fix}")
+    used = devices[: cfg.devices]
+    alike = len({device.device_kind for device in used}) == 1
+    need(alike, f"{' and '.join(numbers)} cannot run the same program: set {fix}")
     return cfg, Mesh(np.array(used), (AXIS,))
 
 
@@ -4532,6 +4533,7 @@ def peak_memory() -> int:
     return of_device or of_process
 
 
+@functools.cache
 def records_tool(name: str) -> dict | None:
     """Return the functions of the tool records/`name`; None if this file was copied without it."""
     tool = Path(__file__).resolve().parent / "records" / name
@@ -4653,7 +4655,8 @@ def join_processes(args):
             together = f"add --distributed (TPU slice, Slurm, MPI) or {one_by_one} to all of them"
             raise UserError(f"{found}: {together}; to run one alone: env -u {name} before it")
         return
-    need(args.distributed != (None not in named), f"write --distributed or {one_by_one}")
+    complete = named == (None, None, None) if args.distributed else None not in named
+    need(complete, f"write --distributed or {one_by_one}")
     who = "all that --distributed finds (TPU slice, Slurm, MPI)"
     if not args.distributed:
         who = f"--coordinator {named[0]} --processes {named[1]} --process-id {named[2]}"
@@ -4911,10 +4914,10 @@ def with_settings(cfg: Config, items: list[str]) -> Config:
         try:
             set_fields(fields, key, text)
         except (LookupError, TypeError, ValueError):
-            hint = similar_settings(key)
-            hint = f"unknown key {key!r}{hint and f'; similar: {hint}'}"
+            similar = ", ".join(similar_settings(key)) or "none"
             numbers = "--show prints all; N counts from 0, * stands for all"
-            raise UserError(f"--set {item}: {hint}; {numbers}") from None
+            unknown = f"unknown key {key!r}; similar: {similar}; {numbers}"
+            raise UserError(f"--set {item}: {unknown}") from None
     return typed(Config, fields)
 
 
@@ -4954,22 +4957,22 @@ def literal(text: str):
 
 # Names of common settings in other trainers:
 FOREIGN = {
-    "batch_size": "stages.N.batch_tokens",
-    "block_size": "stages.N.row_tokens",
-    "epochs": "passes",
-    "eval_interval": "val_every",
-    "learning_rate": "lr_anvil, lr_adam",
-    "lr": "lr_anvil, lr_adam",
-    "max_iters": "steps",
-    "n_embd": "width",
-    "save_interval": "checkpoint_every",
-    "weight_decay": "decay_anvil, decay_adam",
+    "batch_size": ["stages.*.batch_tokens"],
+    "block_size": ["stages.*.row_tokens"],
+    "epochs": ["passes"],
+    "eval_interval": ["val_every"],
+    "learning_rate": ["lr_anvil", "lr_adam"],
+    "lr": ["lr_anvil", "lr_adam"],
+    "max_iters": ["steps"],
+    "n_embd": ["width"],
+    "save_interval": ["checkpoint_every"],
+    "weight_decay": ["decay_anvil", "decay_adam"],
 }
 
 
-def similar_settings(key: str) -> str:
-    """Return settings whose names are similar to an unknown `key`, or contain it, or mean the same
-    as in other trainers; "" if there are none."""
+def similar_settings(key: str) -> list[str]:
+    """Return up to six settings: the meaning of `key` in other trainers, or settings with a similar
+    name or with `key` in their name."""
     name = key.rpartition(".")[2].replace("-", "_").lower()
     if name in FOREIGN:
         return FOREIGN[name]
@@ -4978,7 +4981,17 @@ def similar_settings(key: str) -> str:
     keys += [f"layers.N.{field}" for field in Layer.__dataclass_fields__]
     similar = difflib.get_close_matches(re.sub(r"\.(\d+|\*)\.", ".N.", key), keys, cutoff=0.75)
     similar += [x for x in keys if name and name in x and x not in similar]
-    return ", ".join(similar[:6])
+    return similar[:6]
+
+
+def as_setting(word: str) -> str:
+    """Return the --set that an option or word NAME=VALUE may stand for, or ""."""
+    name, _, value = word.lstrip("-").partition("=")
+    keys = similar_settings(name)
+    if keys not in FOREIGN.values():
+        keys = keys[:1]
+    settings = [shlex.quote(f"{key}={value or '...'}") for key in keys]
+    return " ".join(["--set", *settings]) if keys else ""
 
 
 PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "target=0"])
@@ -5155,13 +5168,11 @@ class Parser(argparse.ArgumentParser):
     """argparse with UserErrors. An unknown option gets a hint to a setting with such a name."""
 
     def error(self, message):
-        hint = ""
         if "unrecognized" in message and "--set" in self.format_usage():
-            options = re.findall(r"-+([a-zA-Z][\w-]*)(=\S*)?", message)
-            similar = [(similar_settings(name.replace("-", "_")), value) for name, value in options]
-            hints = [f"{key}{value or '=...'}" for key, value in similar if key]
-            hint = f"; did you mean --set {' '.join(hints)}" if hints else ""
-        raise UserError(f"{message}{hint} (see --help)")
+            options = [word for word in message.split() if word.startswith("-")]
+            hints = filter(None, map(as_setting, options))
+            message = "; did you mean ".join([message, *hints])
+        raise UserError(f"{message} (see --help)")
 
 
 def add_config_options(parser: argparse.ArgumentParser):
@@ -5205,8 +5216,8 @@ def asked_for(args) -> Asked:
     for place in places + args.val:
         if place and data_place(place).exists():
             continue
-        key = place.partition("=")[0]
-        need(key == place or not similar_settings(key), f"for a setting write --set {place}")
+        setting = as_setting(place) if "=" in place else ""
+        need(not setting, f"{place} is not a text: for a setting write {setting}")
         missing = f"there is no {place or repr(place)}"
         known = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}"
         raise UserError(missing if presets or place in data + args.val else f"{known}; {missing}")
