@@ -2,34 +2,35 @@
 
 `speedrun` trains the model of record 92 of the modded-nanogpt speedrun
 (github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024; "upstream" below) on 329 M tokens of
-FineWeb, in 1194 steps, to a validation loss of 3.28. `tiny` is the same model at toy size, `plain`
-a plain GPT. Parameters are a dict of arrays. Muon, Adam, data parallelism, the data loader, kernels
-for TPUs and GPUs, and exact checkpoints are all here. Each idea of the record has a switch.
+FineWeb, in 1194 steps, to a validation loss of 3.28. `tiny` is a toy version of the same model;
+`plain` is a plain GPT. Parameters are a dict of arrays. Muon, Adam, data parallelism, the data
+loader, TPU and GPU kernels and exact checkpoints are all in this file. Each idea of the record can
+be switched off.
 
-Measured: two CPU cores train `tiny` in less than a minute. Commit 21b3d1f ran all steps of
-`speedrun` at an eighth of the batch size in 54 s on one H200. This version has not run on a GPU,
-and no version on a TPU. Nobody has timed a whole `speedrun` (README.md has predictions). Tests
+Measured so far: two CPU cores train `tiny` in less than a minute. Commit 21b3d1f ran all steps of
+`speedrun` on one H200 in 54 s, at an eighth of the batch size. This version has not run on a GPU
+yet, and no version has run on a TPU, so README.md only has predictions for a full `speedrun`. Tests
 compare losses, gradients and updates with upstream.
 
     python train_gpt.py                    # without an accelerator: `tiny`
     python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
-To learn how it works, read Part I from the top, and the sections of Part II that interest you:
+To learn how it works, read Part I from the top, then any sections of Part II:
 
     PART I, the core              a GPT and its training in plain JAX: model, loss, optimizers,
                                   training loop; then settings, schedule and batches
-    PART II, the ideas            of the record, one section each (`--set without=NAME`)
+    PART II, the ideas            the record's ideas, one per section (`--set without=NAME`)
     PART III, the data            reading shards and prefetching batches
     PART IV, around a run         set-up, checks, checkpoints, log, several hosts, command line
     PART V, fast on hardware      compilation, communication, kernels (`--set kernels=plain`)
 
 Terms:
-    record N    entry N of upstream's list of records
-    row         a sequence of a batch; also the vector of one id in a table
-    stream      the residual stream; the token stream is all tokens of the data in order
-    bank        matrices of equal shape, stacked: [matrices, rows, cols]; a list while in use
-    copies      arrays that the model computes with, in bfloat16 if they are large
+    record N    entry N in upstream's list of records
+    row         one sequence of a batch; also one vector of an embedding table
+    stream      the residual stream; the token stream is the concatenated training data
+    bank        a stack of equally shaped matrices [matrices, rows, cols]
+    copies      the arrays used in the forward pass; large ones are bfloat16
 
 Suffixes of array names give their axes, as in x_btd: b rows of a batch, t tokens or queries, s
 keys, d model width, n heads, h head width, f MLP width, v vocabulary.
@@ -107,26 +108,25 @@ def need(holds, reason: str):
 # PART I: THE CORE
 # ================================================================================================
 
-# A run consists of a few programs, all compiled before the clock starts:
-#     grads0, grads1, ...  forward and backward pass of every step (grads_step), one program per
-#                          batch shape
+# A run uses a few programs, all compiled before the clock starts:
+#     grads0, grads1, ...  forward and backward pass (grads_step), one program per batch shape
 #     anvil                updates matrices every step, with Muon or its extension ANVIL
-#     adam                 updates embedding, head and small parameters every second step
-#     tables               updates tables of token and n-gram vectors less often (not in `plain`)
-#     finish, eval         average the last weights; compute the validation loss
-# shard_map runs each program once per device, like one rank of torchrun: lax.psum is an all-reduce
-# over AXIS, psum_scatter a reduce-scatter. The training state holds float32 parameters; large ones
-# also have a bfloat16 copy for the model. Large parameters are sharded across devices. The copies
-# of matrices are sharded, too, and gathered in each step (FSDP).
+#     adam                 updates the embedding, the head and small parameters every second step
+#     tables               updates value and n-gram tables less often (not in `plain`)
+#     finish, eval         averages the last weights; computes the validation loss
+# shard_map runs each program on every device, like the ranks of torchrun: lax.psum is an all-reduce
+# over AXIS, psum_scatter a reduce-scatter. The training state holds float32 parameters. Large
+# parameters also have a bfloat16 copy for the forward pass, and are sharded across devices. The
+# copies of matrices are sharded as well, and gathered every step (FSDP).
 #
-# The code uses settings (Layer, Stage, Config in section "Settings") and batches (Rows.tokens
-# [b, t + 1] has the inputs and the last target; section "Batches"). Skim these sections first.
+# Settings (Layer, Stage, Config) and batches (Rows) come later in Part I; skim them first. A row of
+# tokens [t + 1] contains the inputs and the last target.
 
 # ---- Model: token ids -> hidden states ---------------------------------------------------------
 
 
 class Kernels(NamedTuple):
-    """Functions that Part V can replace with faster kernels. Results are equal up to rounding."""
+    """Functions that Part V can replace with faster kernels. Results match up to rounding."""
 
     attend: Callable  # q, k, v -> outputs of all heads; without kernels: attend_heads
     cross_entropy: Callable  # hidden states -> loss; without kernels: cross_entropy
@@ -135,32 +135,32 @@ class Kernels(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Parameters and settings that all layers share in one forward pass."""
+    """Parameters and settings for one forward pass."""
 
     params: dict  # name -> compute copy; a bank is a list of matrices
     cfg: Config
     kernels: Kernels
-    stage: Stage | None  # training stage with its windows and losses; None in validation
-    hyper: Hyper  # numbers that change every step, such as the learning rate
-    signs: jax.Array | None  # random signs of n-grams (sign_pool)
+    stage: Stage | None  # current training stage; None in validation
+    hyper: Hyper  # hyperparameters that change every step
+    signs: jax.Array | None  # random signs for n-grams (sign_pool)
     segments_bt: jax.Array | None = None  # attention stays within a segment (segment_ids)
 
 
 class Inputs(NamedTuple):
-    """Arrays that any layer can read in addition to the residual stream."""
+    """Arrays that layers can read besides the residual stream."""
 
     x0: jax.Array  # [b, t, d] normalized embeddings
-    start: jax.Array  # [b, t, d] residual stream before the first layer
-    looked_up: dict  # table name -> vectors of the tokens (look_up)
+    start: jax.Array  # [b, t, d] residual stream before layer 0
+    looked_up: dict  # table name -> looked-up vectors (look_up)
     ngram: jax.Array | None = None  # [b, t, d] n-gram vectors
 
 
 def forward(model: Model, looked_up: dict, rows: Rows):
-    """Return the final normalized hidden states [b, t, d]. `looked_up` has the embedding of each
-    token and its vectors from other tables (look_up).
+    """Return the final normalized hidden states [b, t, d]. `looked_up` maps table names to the
+    embedding vectors of all tokens (look_up).
 
-    An `if` with a quoted section title adds an idea of the record. Without these lines the model is
-    a plain GPT."""
+    Each `if` with a quoted section title adds an idea of the record. Without them this is a plain
+    GPT."""
     cfg = model.cfg
     model = model._replace(segments_bt=segments_of(model, rows))
     x0 = looked_up["embed"]
@@ -182,7 +182,7 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     def block(i: int, x):
         return layer_output(model, i, x, outputs, inputs, gates)
 
-    if cfg.recompute:  # store only the layer outputs for the backward pass
+    if cfg.recompute:  # keep only layer outputs for the backward pass
         block = jax.checkpoint(block, static_argnums=0)
     for i, layer in enumerate(cfg.layers):
         if layer.looks:  # "Gates and other outputs of small MLPs"
@@ -198,13 +198,12 @@ def forward(model: Model, looked_up: dict, rows: Rows):
 
 
 def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: dict):
-    """Return the residual stream [b, t, d] after layer `i`: `x` plus attention, plus MLP, with a
-    norm before each.
+    """Apply layer `i` (pre-norm attention, then pre-norm MLP) to the residual stream `x` [b, t, d].
 
-    `outputs` has the stream after each earlier layer. `gates` are from `coefficients`."""
+    `outputs` holds the outputs of all earlier layers; `gates` come from `coefficients`."""
     cfg, params = model.cfg, model.params
     layer = cfg.layers[i]
-    terms = [(1.0, x)]  # (weight, array); summed in float32
+    terms = [(1.0, x)]  # (weight, array) pairs for mix
     if cfg.lambdas:  # "Value tables, smear, weights of branches"
         terms = [(params["resid_lambdas"][i, 0], x)]
     if layer.skip:  # "Gates and other outputs of small MLPs": without a factor on x, as upstream
@@ -215,8 +214,8 @@ def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: 
         terms.append((gates["x0", i], inputs.x0))
     if layer.ngram and i > 0:  # "A table of hashed n-grams"; forward does this for layer 0
         terms.append((gates["ngram", i], inputs.ngram))
-    source = x  # input of attention: the stream before the terms are added
-    if layer.reads:  # "MUDD": the output of an earlier layer
+    source = x  # attention input
+    if layer.reads:  # "MUDD": attention reads an earlier layer's output
         source = outputs[i - layer.reads]
     added = None
     if layer.values:  # "Value tables, smear, weights of branches"
@@ -233,7 +232,7 @@ def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: 
 
 
 def segments_of(model: Model, rows: Rows):
-    """Return the segment ids [b, t] of a batch. With documents=False each row is one segment."""
+    """Return segment ids [b, t] for a batch. With documents=False each row is a single segment."""
     cfg = model.cfg
     tokens = rows.tokens[:, :-1]
     if not cfg.documents:
@@ -244,8 +243,8 @@ def segments_of(model: Model, rows: Rows):
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
     """Return segment ids [b, t], int32, increasing along each row.
 
-    A segment starts at every BOS token and, with a `cap`, every `cap` tokens after it. Training
-    caps segments at 2560 tokens (record 92)."""
+    A new segment starts at every BOS token. If `cap` is set, longer segments are split every `cap`
+    tokens (2560 in training, record 92)."""
     t = jnp.arange(tokens_bt.shape[1])[None]
     last_bos = lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)  # 0 before the first BOS
     is_start = (t - last_bos) % (cap or t.size) == 0
@@ -253,8 +252,8 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
 
 
 def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
-    """Return the attention output of layer `i`, [b, t, d], to be added to the residual stream.
-    HeadInputs explains `added` and `gates`."""
+    """Return the attention output of layer `i`, [b, t, d]. See HeadInputs for `added` and
+    `gates`."""
     cfg, hyper, params = model.cfg, model.hyper, model.params
     heads = heads_of(cfg, i, model.stage.windows if model.stage else cfg.val_windows)
     kind = 1 if cfg.layers[i].attends == "long" else 0  # index in Hyper.freqs and Hyper.scales
@@ -276,7 +275,7 @@ def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
 
 
 def mlp(model: Model, i: int, x_btd):
-    """Return the MLP output of layer `i`, [b, t, d], to be added to the residual stream."""
+    """Return the MLP output of layer `i`, [b, t, d]."""
     activation = squared_relu if model.cfg.squared_relu else jax.nn.gelu
     up_fd, down_fd = mlp_weights(model.cfg, model.params, i)
     with jax.named_scope(f"mlp{i}"):
@@ -287,11 +286,11 @@ def mlp(model: Model, i: int, x_btd):
 
 
 def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
-    """Return (q, k and v projections [columns, d] for x W^T; output projection [d, n v_width] for
-    y W^T) of layer `i`, taken from the banks (param_table).
+    """Return layer `i`'s (stacked q, k and v projections [columns, d], used as x @ W.T; output
+    projection [d, n v_width], used as y @ W.T), sliced from the banks (see param_table).
 
-    All layers have matrices of the same shape. A layer with narrower heads uses only the first rows
-    or columns of each head; the rest get zero gradients."""
+    All layers store matrices of the same shape. Layers with narrower heads use only the first rows
+    or columns of each head; unused rows get zero gradients."""
     n, d = cfg.heads, cfg.width
     kv = heads.kv or n
     number = cfg.layers_with("attends").index(i)
@@ -309,8 +308,8 @@ def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
 
 
 def mlp_weights(cfg: Config, params: dict, i: int) -> tuple:
-    """Return (up-projection for x W^T, down-projection for h W) of layer `i`, both [f, d]. Two
-    parallel MLPs are concatenated to one MLP of twice the width."""
+    """Return layer `i`'s (up-projection, used as x @ W.T; down-projection, used as h @ W), both
+    [f, d]. Two parallel MLPs are concatenated into a single MLP of twice the width."""
     first = sum(layer.mlps for layer in cfg.layers[:i])
     numbers = range(first, first + cfg.layers[i].mlps)
     bank = params["mlp_bank"]
@@ -325,10 +324,10 @@ def squared_relu(x):
 
 
 def mix(*terms):
-    """Return the weighted sum of (weight, array) pairs in the first array's dtype.
+    """Return the weighted sum of (weight, array) pairs, in the dtype of the first array.
 
-    The sum is float32, and so are the gradients of the weights: they are sums over all tokens, too
-    long for bfloat16."""
+    The sum is accumulated in float32. Weights are float32 as well, because their gradients are sums
+    over all tokens, which bfloat16 cannot represent accurately."""
     _, first = terms[0]
     total = 0.0
     for weight, x in terms:
@@ -337,7 +336,7 @@ def mix(*terms):
 
 
 def norm(x):
-    """Return x / RMS(x) over the last axis. There is no gain; statistics are float32."""
+    """RMSNorm over the last axis, without a learned scale. Statistics are float32."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     epsilon = 2.0**-23  # of float32
     return (x * lax.rsqrt(square + epsilon)).astype(x.dtype)
@@ -348,23 +347,23 @@ def norm(x):
 
 @dataclass(frozen=True)
 class Heads:
-    """Static properties of the heads of one layer."""
+    """Static properties of one layer's attention heads."""
 
     count: int
-    qk_width: int  # width of queries and keys per head
-    v_width: int  # width of values and outputs per head
-    window: int  # number of earlier tokens that a token attends to; half if `paired`
+    qk_width: int  # query/key dimension per head
+    v_width: int  # value/output dimension per head
+    window: int  # number of earlier tokens each token attends to; half of that if `paired`
     paired: bool = False  # two heads attend as one (pair_heads)
     offset: bool = False  # half of each key comes from the previous token (key_offset)
-    normed: bool = True  # queries and keys are normalized
-    kv: int = 0  # number of key/value heads (Ainslie et al. 2023); 0 means `count`
+    normed: bool = True  # use QK norm
+    kv: int = 0  # number of key/value heads (GQA, Ainslie et al. 2023); 0 means `count`
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
-    """Return the Heads of layer `i`. `windows` are the windows of short and long layers.
+    """Return the Heads of layer `i`. `windows` are the short and long window.
 
-    In long layers, half of the query and key dimensions do not rotate. Short layers have only the
-    rotating half (record 92). Narrow layers halve values and outputs."""
+    In long layers, RoPE applies to only half of the query/key dimensions; short layers drop the
+    other half entirely (record 92). Narrow layers halve the value dimension."""
     layer = cfg.layers[i]
     h = cfg.head_width
     is_long = layer.attends == "long"
@@ -381,21 +380,21 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
 
 
 class HeadInputs(NamedTuple):
-    """Inputs of the heads of one layer, in addition to queries, keys and values."""
+    """Inputs to one layer's attention heads besides queries, keys and values."""
 
     added: tuple | None  # (x_btd, gates_btn): gates * x is added to v (value tables)
     xsa_btn: jax.Array | None  # gates for exclude_self
-    gates_btn: jax.Array | None  # factors on head outputs
+    gates_btn: jax.Array | None  # gates on head outputs
     segments_bt: jax.Array
-    freqs: jax.Array  # rotation in radians per token, [rotating pairs]
+    freqs: jax.Array  # RoPE frequencies in radians per token, [rotating pairs]
     scale: jax.Array  # factor on q k^T
 
 
 def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
-    """Return the outputs of all heads of a layer, [b, t, n v_width], with QK norm and RoPE.
+    """Return the concatenated head outputs [b, t, n v_width] of attention with QK norm and RoPE.
 
-    `qkv` has the queries, keys and values of all heads in its last axis. `attend` is attend_plain
-    or an equivalent function. Kernels.attend may fuse all of this."""
+    The last axis of `qkv` concatenates the queries, keys and values of all heads. `attend` is
+    attend_plain or an equivalent function. Kernels.attend may fuse all of this."""
     b, t, _ = qkv.shape
     n, h = heads.count, heads.qk_width
     kv = heads.kv or n
@@ -403,7 +402,7 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     q = q.reshape(b, t, n, -1)
     k = k.reshape(b, t, kv, -1)
     v = v.reshape(b, t, kv, -1)
-    if kv < n:  # query heads share keys and values
+    if kv < n:  # grouped-query attention
         k, v = (jnp.repeat(x, n // kv, axis=2) for x in (k, v))
     if inputs.added is not None:  # "Value tables, smear, weights of branches"
         added_btd, added_gates_btn = inputs.added
@@ -430,11 +429,11 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
 
 
 def positions(t: int, heads: Heads):
-    """Return positions for RoPE, int [t, 1], or [t, n] for paired heads.
+    """Return RoPE positions, int [t, 1], or [t, n] for paired heads.
 
-    A pair attends over 2t positions: even heads rotate by 2t, odd heads by 2t + 1. pair_heads,
-    however, puts the first half of the heads at 2t and the second half at 2t + 1. This upstream bug
-    is kept so that losses agree."""
+    A pair of heads attends over 2t positions: even heads use positions 2t, odd heads 2t + 1. But
+    pair_heads puts the first half of the heads at 2t and the second half at 2t + 1. This is a bug
+    in upstream, kept here so that the losses match."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
         return token
@@ -442,10 +441,10 @@ def positions(t: int, heads: Heads):
 
 
 def rope_tables(freqs, positions_tn, width: int):
-    """Return cos and sin of all angles, float32 [t, n or 1, width / 2], one per pair of dimensions.
+    """Return (cos, sin) of the RoPE angles, float32 [t, n or 1, width / 2].
 
-    The first pairs rotate with `freqs`. The rest, half of the pairs in long layers, have angle 0
-    and match content regardless of position."""
+    The first pairs of dimensions rotate at `freqs`. The remaining pairs (half of them in long
+    layers) have angle 0 and match content regardless of position."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     others = width // 2 - freqs.shape[0]
     padding = [(0, 0), (0, 0), (0, others)]
@@ -455,8 +454,8 @@ def rope_tables(freqs, positions_tn, width: int):
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
-    """Rotate dimensions (i, i + h/2) of each head by minus the angle of the position (RoPE, Su et
-    al. 2021)."""
+    """Apply RoPE (Su et al. 2021): rotate dimensions (i, i + h/2) of each head by minus the
+    angle."""
     left, right = jnp.split(x_btnh, 2, axis=-1)
     cos = cos_tnh.astype(x_btnh.dtype)[None]
     sin = sin_tnh.astype(x_btnh.dtype)[None]
@@ -464,11 +463,11 @@ def rope(x_btnh, cos_tnh, sin_tnh):
 
 
 def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Return causal attention within a window, [b, t, n, h]. This is the reference for all kernels.
+    """Causal sliding-window attention, [b, t, n, h]: the reference for all kernels.
 
-    Token t attends to itself and to the `window` tokens before it, within its segment. Scores and
-    softmax are float32. `window` is static; `scale` may be traced. This computes all t x t scores;
-    attend_band (Part V), the default without kernels, does not."""
+    Each token attends to itself and the `window` tokens before it, within its segment. Scores and
+    softmax are float32. `window` is static; `scale` may be traced. This materializes all t x t
+    scores; attend_band (Part V), the default without kernels, does not."""
     t = jnp.arange(q_btnh.shape[1])
     back_ts = t[:, None] - t[None]  # distance from query t to key s
     near_ts = (back_ts >= 0) & (back_ts <= window)
@@ -485,10 +484,10 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     """Return (weighted training loss, unweighted next-token loss for the log), both float32 sums.
 
-    Gradients are taken with respect to `params`, which override Model.params, and `looked_up`. As
-    in upstream, the loss is summed over the tokens of a row and averaged over rows, so it grows
-    with the row length. Muon and Adam are invariant to constant factors, but their moments keep the
-    old scale for a while after the row length changes."""
+    The training loss is differentiated with respect to `params`, which override Model.params, and
+    `looked_up`. As in upstream, it is summed over the tokens of a row and averaged over rows, so it
+    scales with the row length. Muon and Adam are scale-invariant, but their moments take a while to
+    adapt when the row length changes."""
     model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
     per_token = x_btd, *targets_ahead(model, rows.aims)  # features, targets, weights
@@ -496,7 +495,7 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
         per_token = with_pointer(model, rows, *per_token)
     if rows.aims.candidates.size:  # "Losses on more than the next token, and a sampled softmax"
         heads_bvd = looked_up["head"]  # one head per row, over the candidates of the row
-    else:  # all rows share the head, so they become one long row
+    else:  # one head for all rows, so concatenate them
         heads_bvd = model.params["head"][None]
         per_token = [x.reshape(1, -1, x.shape[-1]) for x in per_token]
     sums = []
@@ -510,9 +509,9 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
 def targets_ahead(model: Model, aims: Aims) -> tuple:
     """Return targets [b, t, targets] (int) and their loss weights (float32, same shape).
 
-    Target j of token i is token i + j + 1, even in the next document. In `plain` there is only
-    j = 0. The prefix of the next token can be one more target. Weights are 0 past the end of a row
-    and in padding rows of a validation batch, whose targets are -1."""
+    Target j of token i is token i + j + 1, even across document boundaries. `plain` uses only
+    j = 0. The next token's prefix may be an additional target. Weights are 0 past the end of a row
+    and in padding rows of a validation batch, which have targets of -1."""
     ahead = jnp.ones(1)  # loss weight of each j
     stage = model.stage
     if stage:  # training
@@ -535,11 +534,11 @@ def targets_ahead(model: Model, aims: Aims) -> tuple:
 def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     """Return (weighted sum of all losses, unweighted sum of next-token losses), float32, in nats.
 
-    Shapes: features [t, d], head [v, d], targets (int) and weights (float) [t, targets]. Tokens
-    with a first weight of 0 are not in the unweighted sum. `pointed` is explained in mix_pointed.
-    Logits are recomputed in the backward pass. With capped logits, training uses the equivalent
+    Shapes: features [t, d], head [v, d], targets (int) and weights (float) [t, targets]. The
+    unweighted sum skips tokens whose first weight is 0. See mix_pointed for `pointed`. Logits are
+    recomputed in the backward pass. If logits are capped, training uses the equivalent
     fused_cross_entropy (Part V)."""
-    wide_vd = head_vd.astype(jnp.float32)  # the gradient is summed over chunks in float32
+    wide_vd = head_vd.astype(jnp.float32)  # accumulate its gradient over chunks in float32
 
     @jax.checkpoint
     def add(sums, chunk):
@@ -554,11 +553,11 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
 
 
 def chunk_losses(x_td, head_vd, targets, cfg: Config):
-    """Return the losses of a chunk of tokens, float32 [t, targets]."""
+    """Return per-token losses for a chunk, float32 [t, targets]."""
     w_vd = head_vd.astype(x_td.dtype)
     logits_tv = jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32)
     logits_tv = cap_logits(logits_tv, cfg)
-    if cfg.logit_cap[0]:  # exp cannot overflow; without subtracting a maximum it is more accurate
+    if cfg.logit_cap[0]:  # exp cannot overflow, and skipping the max subtraction rounds less
         log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
     else:
         log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
@@ -566,8 +565,8 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
 
 
 def cap_logits(z, cfg: Config):
-    """Return logits, float32, capped to (0, a) by a * sigmoid((z + b) / c), unless a = 0 (records
-    9, 18, 54)."""
+    """Cap float32 logits to (0, a) with a * sigmoid((z + b) / c), unless a = 0 (records 9, 18,
+    54)."""
     a, b, c = cfg.logit_cap
     z = z.astype(jnp.float32)
     if not a:
@@ -576,7 +575,7 @@ def cap_logits(z, cfg: Config):
 
 
 def add_losses(sums, losses, weights, pointed=None):
-    """Add the losses [t, targets] of a chunk to the two sums of cross_entropy."""
+    """Add a chunk's losses [t, targets] to the two sums of cross_entropy."""
     weighted, plain = sums
     if pointed is not None:  # "A pointer to earlier tokens"
         losses = mix_pointed(losses, pointed)
@@ -587,8 +586,8 @@ def add_losses(sums, losses, weights, pointed=None):
 def in_chunks(cfg: Config, ids: int, *arrays):
     """Reshape arrays [t, ...] to [chunks, t / chunks, ...]. None stays None.
 
-    A chunk has up to cfg.loss_chunk tokens, and proportionally more if the softmax is over fewer
-    `ids` than the vocabulary."""
+    A chunk has at most cfg.loss_chunk tokens, or proportionally more if the softmax covers fewer
+    `ids` than the full vocabulary."""
     tokens = len(arrays[0])
     chunks = chunk_count(tokens, cfg.loss_chunk * cfg.vocab // ids)
     return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
@@ -615,10 +614,10 @@ class AdamRates(NamedTuple):
 
 
 def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
-    """Return the AdamRates of an update that sums the gradients of `steps` steps.
+    """Return the AdamRates for an update with the summed gradients of `steps` steps.
 
-    If tables are updated half as often, their betas are squared and their weight decay is doubled,
-    so they decay at the same speed (record 92)."""
+    If tables are updated half as often, their betas are squared and their weight decay is doubled
+    to compensate (record 92)."""
     span, count = 1, hyper.adam_count
     if row.updated_by == "tables":  # "When tables learn"
         span, count = steps / cfg.table_every[0], hyper.table_count
@@ -628,7 +627,7 @@ def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
 
 def adam(param, mean, square, grad, rates: AdamRates) -> tuple:
     """Return (param, mean, mean square) after one Adam update (Kingma & Ba 2015), all float32. As
-    in upstream, eps is added before the bias correction."""
+    in upstream, eps is added before bias correction."""
     b1, b2 = rates.betas
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
@@ -646,18 +645,18 @@ def descend(param, update, decay, cautious: bool):
 
 
 def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
-    """Return `old`, the parameters and moments of a bank, after one ANVIL update (record 92). All
-    are float32 [matrices, rows, cols], this device's shard.
+    """Apply one ANVIL update (record 92) to a bank. `old` and the result map "params" and the
+    moments to this device's shards, float32 [matrices, rows, cols].
 
-    Without its extensions ANVIL is Muon (Jordan et al. 2024, record 4): it replaces the momentum of
-    each matrix with the nearest orthogonal matrix, so that all directions learn at the same rate.
-    Cautious weight decay is applied only where the averaged gradient shrinks the weight or, as
-    upstream, is 0 (after Liang et al. 2024; record 43)."""
+    Without its extensions ANVIL is Muon (Jordan et al. 2024, record 4): each matrix's momentum is
+    replaced with the nearest orthogonal matrix, so all directions are updated at the same rate.
+    Cautious weight decay (Liang et al. 2024; record 43) applies only where the averaged gradient
+    shrinks the weight or, as in upstream, is 0."""
     param = old["params"]
     if cfg.slow_rate:  # "ANVIL": two averages of the gradient
         update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
         new = {"fast": fast, "slow": slow}
-        average = slow  # for weight decay
+        average = slow  # used for weight decay
     else:
         average = old["fast"] + (1 - hyper.momentum) * (grad - old["fast"])
         update = grad + hyper.momentum * (average - grad)  # Nesterov momentum
@@ -671,7 +670,7 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     lr = hyper.lr * row.lr
     decays = average * param >= 0 if cfg.cautious else 1.0
     update += lr * row.decay * decays * param
-    # Each matrix has a learning-rate factor. Padding matrices get an arbitrary one.
+    # Learning-rate factor of each matrix; padding matrices get an arbitrary factor.
     matrices = len(param)
     numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)
     scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
@@ -692,13 +691,13 @@ ANVIL_MAPS = (
 
 
 def orthogonalize(x, dtype):
-    """Return approximately the nearest (semi-)orthogonal matrix to each matrix of a bank [matrices,
-    rows, cols], computed in `dtype`."""
+    """Replace each matrix of a bank [matrices, rows, cols] with an approximation of the nearest
+    (semi-)orthogonal matrix, computed in `dtype`."""
     x = x.astype(dtype)
     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
     x = (x / (norms * 1.05 + 1e-6)).astype(dtype)  # singular values below 1, even when rounded
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x  # for the smaller Gram matrix
+    x = x.mT if tall else x  # so that the Gram matrix is the smaller one
 
     def closer(x, abc):
         a, b, c = abc
@@ -718,21 +717,21 @@ class Param:
     """An entry of the parameter table."""
 
     shape: tuple[int, ...]
-    init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the values
-    optimizer: str  # anvil, adam, or rows (Adam with one second moment per row of a table)
-    updated_by: str  # program that updates it: anvil, adam or tables
+    init: Callable | float | np.ndarray  # function (key, shape) -> float32 array, or the values
+    optimizer: str  # anvil, adam, or rows (Adam with one second moment per table row)
+    updated_by: str  # which program updates it: anvil, adam or tables
     lr: float
     decay: float = 0.0  # an update subtracts lr * lr * decay * weight (ANVIL: * scale)
     betas: tuple[float, float] = (0.0, 0.0)  # for adam and rows
     scale: tuple[float, ...] = ()  # for anvil: learning-rate factor of each matrix in the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, its final weight)
+    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, its weight in the end)
     rescaled: bool = False  # averaging keeps the norm of the weights
     sharded: bool = True  # across devices along axis 0; small parameters are replicated
     dtype: str = "float32"
 
 
 def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
-    """Return kind -> shape of the optimizer state of a parameter."""
+    """Return the shapes of a parameter's optimizer state: kind -> shape."""
     if row.optimizer == "adam":
         return {"first": row.shape, "second": row.shape}
     if row.optimizer == "rows":
@@ -745,38 +744,38 @@ def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
     return kept
 
 
-NGRAMS = "ngram_table"  # has no compute copy, and its own gradient exchange
+NGRAMS = "ngram_table"  # has no compute copy, and a separate gradient exchange
 
 
 @functools.cache
 def param_table(cfg: Config) -> dict[str, Param]:
     """Return name -> Param for every parameter.
 
-    Matrices of equal shape are stacked into banks, so that ANVIL is one batched call per shape:
-        qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention, for x W^T. The
-            record has six [256, 768] matrices per attention, each with two heads of q or k.
-        vo_bank [2 per attention, d, d]: v, then o, for x W^T. With kv_heads it has only o, and
-            v_bank has v [1 per attention, kv_heads h, d].
-        mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W). The record
-            initializes down-projections to zero, so each MLP begins by adding nothing.
+    Matrices of equal shape are stacked into banks, so that ANVIL needs one batched call per shape:
+        qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention layer (x @ W.T).
+            The record has six [256, 768] matrices per layer, each with two heads of q or k.
+        vo_bank [2 per attention layer, d, d]: v, then o (x @ W.T). With kv_heads, vo_bank holds
+            only o, and v_bank holds v [1 per attention layer, kv_heads h, d].
+        mlp_bank [2 per MLP, f, d]: up-projection (x @ W.T), then down-projection (h @ W). The
+            record zero-initializes down-projections, so each MLP starts as a no-op.
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
     attentions = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
     per_matrix = cfg.qk_heads or n  # heads per matrix of q or k
-    # An orthogonalized update has unit singular values, so it changes each element of a wide output
-    # less. sqrt(f / d) compensates for that (Jordan et al. 2024). The factor of 2 on
+    # Orthogonalized updates have unit singular values, so single elements of a wide output change
+    # less. sqrt(f / d) compensates for this (Jordan et al. 2024). The factor of 2 for
     # down-projections is empirical (record 48).
     up_rate = math.sqrt(max(1, f / d))
     mlp_rates = (up_rate, 2 * up_rate) * mlps  # up, down, up, down, as stored
-    # All up, then all down, in the order of in_pairs.
+    # All up-projections, then all down-projections: the order of in_pairs.
     mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
     # Learning rate, weight decay and betas of the record.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     vo_starts = (1.0, cfg.o_start) * attentions
-    if cfg.shared:  # v has fewer rows than o, so it has a separate bank
+    if cfg.shared:  # v has fewer rows than o, so it needs a separate bank
         vo_starts = (cfg.o_start,) * attentions
     table = {
         "head": head,
@@ -788,13 +787,13 @@ def param_table(cfg: Config) -> dict[str, Param]:
     if cfg.shared:
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
     table = with_ideas(cfg, table)  # "Parameters of ideas"
-    # Omit empty parameters: banks without attention or MLPs, gate MLPs with gate_width=0.
+    # Skip empty parameters, e.g. banks if no layer has an MLP, or gate MLPs if gate_width=0.
     return {name: row for name, row in table.items() if math.prod(row.shape)}
 
 
 def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> Param:
-    """Return the Param of a parameter with Adam. `rates` are factors on lr_adam and decay_adam;
-    `fields` are other fields of Param."""
+    """Return a Param that is updated with Adam. `rates` are factors on lr_adam and decay_adam;
+    `fields` override other Param fields."""
     lr, decay = rates
     rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
     kinds = {"optimizer": "adam", "updated_by": "adam"}
@@ -802,8 +801,8 @@ def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> 
 
 
 def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
-    """Return the Param of a bank. Each matrix has a factor on its initial values (`starts`) and on
-    its learning rate (`scale`)."""
+    """Return the Param of a bank. `starts` and `scale` are per-matrix factors on the initial values
+    and on the learning rate."""
     std = 0.5 / math.sqrt(cfg.width)  # as in upstream
     start = functools.partial(uniform, std, starts)
     rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
@@ -811,8 +810,8 @@ def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
 
 
 def in_pairs(init: Callable, key, shape):
-    """Initialize a bank of pairs of matrices: all first matrices, then all second matrices. (The
-    order determines the values for a seed.)"""
+    """Initialize a bank of matrix pairs: first the first matrix of each pair, then the second. (The
+    order of the random draws is part of the recipe.)"""
     halves = init(key, shape).reshape(2, -1, *shape[1:])
     return halves.swapaxes(0, 1).reshape(shape)
 
@@ -830,13 +829,13 @@ def uniform(std: float, factors: float | tuple[float, ...], key, shape):
 
 
 def updated(cfg: Config, kind: str) -> list[str]:
-    """Return the names of the parameters that the program `kind` updates."""
+    """Return the names of all parameters updated by the program `kind`."""
     return [name for name, row in param_table(cfg).items() if row.updated_by == kind]
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """Return a tree like the training state: kind -> name -> leaf(shape, dtype, Param). Kinds are
-    "params", the optimizer states and the averages."""
+    """Build a tree with the structure of the training state: kind -> name -> leaf(shape, dtype,
+    Param). Kinds are "params", the optimizer moments and the averages."""
     state = {}
     for name, row in param_table(cfg).items():
         state.setdefault("params", {})[name] = leaf(row.shape, jnp.dtype(row.dtype), row)
@@ -856,7 +855,7 @@ def init_state(cfg: Config, seed):
     state = map_state(cfg, zeros)
     for name, row in param_table(cfg).items():
         if callable(row.init):
-            # The key depends only on the name, so a new parameter does not change others.
+            # Derive the key from the name, so that adding a parameter does not change the others.
             digest = hashlib.sha256(name.encode()).digest()
             salt = int.from_bytes(digest[:4], "little")
             start = row.init(jax.random.fold_in(key, salt), row.shape)
@@ -869,13 +868,13 @@ def init_state(cfg: Config, seed):
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
-    """Return the arrays for the forward pass: large parameters in cfg.dtype, small parameters
-    unchanged.
+    """Return the arrays used in the forward pass: large parameters cast to cfg.dtype, small
+    parameters unchanged.
 
-    `gather` turns the shard of a table into the full table. Banks stay sharded; each step gathers
-    them. The n-gram table has no copy: each device needs memory only for its shard. Value tables
-    become one array per layer, because a TPU looks up rows twice as fast in a table that fits its
-    VMEM (predicted, records/NOTES.md)."""
+    `gather` all-gathers a table. Banks stay sharded and are gathered every step. The n-gram table
+    has no copy, so each device only needs memory for its shard. Value tables are split into one
+    array per layer, because TPU lookups are twice as fast if a table fits into VMEM (predicted,
+    records/NOTES.md)."""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
@@ -892,22 +891,21 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 
 # ---- The step: gradients and updates on every device --------------------------------------------
 
-# Banks and their optimizer states are sharded across devices (ZeRO, Rajbhandari et al. 2019). In
-# plain JAX a step would gather the banks before the forward pass, and sum and scatter their
-# gradients after the backward pass:
+# Banks and their optimizer state are sharded across devices (ZeRO, Rajbhandari et al. 2019). The
+# simple way is to gather banks before the forward pass and to reduce-scatter their gradients after
+# the backward pass:
 #     bank = lax.all_gather(shard, AXIS, tiled=True)
-#     shard_of_gradient = lax.psum_scatter(gradient, AXIS, tiled=True)
-# gather_banks (Part V) does the same in an order that lets XLA overlap communication with
-# computation. Tables are gathered only after their updates; reduce_scatter (Part V) sums their
-# gradients.
+#     grad_shard = lax.psum_scatter(grad, AXIS, tiled=True)
+# gather_banks (Part V) does this in an order that lets XLA overlap communication with computation.
+# Tables are only gathered after their updates; reduce_scatter (Part V) sums their gradients.
 
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
-    """Return (gradients, mean loss over all devices, dropped n-grams) of a step.
+    """Return (gradients, mean loss over all devices, number of dropped n-grams) for one step.
 
-    Gradients of banks are summed over devices and sharded. Other gradients are from this device's
-    rows only, with the shapes and dtypes of the copies; update_step sums them over devices. `table`
-    is this device's shard of the n-gram table."""
+    Bank gradients are reduce-scattered. All other gradients come from this device's rows only, in
+    the shapes and dtypes of the copies, and are summed over devices in update_step. `table` is this
+    device's shard of the n-gram table."""
     model, requested, scatter_banks = gathered_model(cfg, kernels, stage, copies, table, batch)
     total, grads = gradients_of(model, batch.rows)
     grads = {name: in_copy_dtype(grad, model.params[name]) for name, grad in grads.items()}
@@ -915,7 +913,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         dropped = dropped_ngrams(batch.rows.slots)
     numbers = lax.psum(jnp.stack([total / stage.batch_tokens, dropped]), AXIS)
-    if cfg.ngram_rows:  # "A table of hashed n-grams": sent after the psum of the loss
+    if cfg.ngram_rows:  # "A table of hashed n-grams": sent after the loss
         numbers, grads[NGRAMS] = send_to_owners(requested, grads[NGRAMS], numbers)
     grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})  # psum_scatter
     loss, dropped = numbers
@@ -923,12 +921,12 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 
 
 def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: Batch) -> tuple:
-    """Return (Model with all parameters for a batch, n-gram rows that other devices requested from
-    this device, function that scatters the gradients of banks). `stage` is None in validation."""
+    """Return (Model with unsharded parameters, n-gram rows requested by all devices, function that
+    reduce-scatters bank gradients). `stage` is None in validation."""
     requested, fetched = None, {}
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         requested, fetched = fetch_requests(table, batch)
-    # Gathering starts after `fetched`, because the first layer needs the n-grams first.
+    # Start gathering after the fetch, because layer 0 needs the n-grams first.
     fetched, copies, scatter_banks = gather_banks(cfg, copies, fetched)
     params = {name: x for name, x in copies.items() if name != "signs"} | fetched
     model = Model(params, cfg, kernels, stage, batch.hyper, copies.get("signs"))
@@ -942,11 +940,11 @@ def in_copy_dtype(grad, copy):
 
 
 def gradients_of(model: Model, rows: Rows):
-    """Return (summed next-token loss, name -> float32 gradient) of this device's rows, processed in
-    micro-batches.
+    """Return (summed next-token loss, name -> float32 gradient) for this device's rows.
 
-    The loss is differentiated with respect to looked-up vectors, not to tables. add_rows adds these
-    gradients to the gradient of the table. The gradients of all value tables are one array."""
+    Rows are processed in micro-batches. The loss is differentiated with respect to looked-up
+    vectors instead of tables; add_rows then scatters these gradients into the table gradient. All
+    value tables share one gradient array."""
     cfg, params = model.cfg, model.params
     lookups = table_ids(cfg, rows)
     weights = {name: x for name, x in params.items() if name not in lookups}
@@ -963,7 +961,7 @@ def gradients_of(model: Model, rows: Rows):
         so_far = {name: grads[name] for name in weights}
         new = jax.tree.map(lambda total, x: total + x.astype(jnp.float32), so_far, new)
         for name, table_rows in row_grads.items():
-            # The candidates of a single row are sorted, which makes add_rows faster.
+            # Candidates of a single row are sorted, which speeds up add_rows.
             ascending = name == "head" and len(ids[name]) == 1
             new[name] = model.kernels.add_rows(grads[name], ids[name], table_rows, ascending)
         return total + loss, new
@@ -976,7 +974,7 @@ def gradients_of(model: Model, rows: Rows):
 
 
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
-    """Return table name -> ids (of any shape) that a batch looks up."""
+    """Return the ids to look up in each table: table name -> ids of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
     ids = {"embed": tokens}
     if cfg.layers_with("values"):  # "Value tables, smear, weights of branches"
@@ -989,8 +987,8 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 
 
 def look_up(tables: dict, ids: dict) -> dict:
-    """Return table name -> vectors [..., d] at `ids` [...]. For value_tables, a list of tables, it
-    is a list."""
+    """Look up `ids` [...] in each table: table name -> vectors [..., d], or a list of them for
+    value_tables, which is a list of tables."""
 
     def rows_at(table, wanted):
         return table.at[wanted].get(mode="promise_in_bounds")
@@ -1003,10 +1001,10 @@ def look_up(tables: dict, ids: dict) -> dict:
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """Add the gradients of looked-up vectors, `rows` [..., d], to `grad_vd` at `ids` [...].
+    """Scatter-add the gradients of looked-up vectors, `rows` [..., d], into `grad_vd` at `ids`.
 
-    `rows` can be a list for several tables with the same ids, stacked in `grad_vd`. On GPUs the
-    order of additions is not deterministic."""
+    `rows` can be a list if several tables, stacked in `grad_vd`, share the ids. On GPUs the result
+    is not deterministic."""
     tables = jax.tree.leaves(rows)
     size = grad_vd.shape[0] // len(tables)  # rows per table
     for number, x in enumerate(tables):
@@ -1017,8 +1015,8 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
 
 
 def sum_batches(add: Callable, zeros, batches):
-    """Fold add(carry, batch) -> carry over stacked `batches`. A single batch needs no loop, so XLA
-    can remove the addition of zeros."""
+    """Fold add(carry, batch) -> carry over stacked `batches`. For a single batch there is no loop,
+    so XLA can remove the addition of zeros."""
     if len(jax.tree.leaves(batches)[0]) == 1:
         only = jax.tree.map(lambda x: x[0], batches)
         return add(zeros, only)
@@ -1034,20 +1032,20 @@ def micro_batches(cfg: Config, rows: Rows):
 
 
 def rows_together(cfg: Config, b: int, t: int) -> int:
-    """Return the number of rows per micro-batch, for b rows of t tokens per device: the largest
-    divisor of b that fits into cfg.micro_tokens, or 1."""
+    """Return the number of rows per micro-batch: the largest divisor of the device's b rows that
+    fits into cfg.micro_tokens, or 1."""
     divisors = (k for k in range(b, 1, -1) if b % k == 0)
     return next((k for k in divisors if k * t <= cfg.micro_tokens), 1)
 
 
 def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """Update the parameters in `due`: name -> this device's gradients of the steps since the last
-    update. Return (state, changed compute copies, norms of gradients if cfg.log_norms).
+    """Update the parameters in `due`: name -> this device's gradients, one per step since the last
+    update. Return (state, updated compute copies, gradient norms if cfg.log_norms).
 
-    Each device updates its shard of every large parameter. Gradients of head, embedding and value
-    tables are first summed and scattered, and the updated shards are gathered in the compute dtype.
-    Gradients of banks are already summed, and their copies stay sharded. The n-gram table has its
-    own exchange. As in upstream, large gradients are sent in the compute dtype."""
+    Each device updates its shard of every large parameter. Gradients of the head, embedding and
+    value tables are reduce-scattered first, and the updated shards are all-gathered, both in the
+    compute dtype as in upstream. Bank gradients arrive reduce-scattered, and bank copies stay
+    sharded. The n-gram table has a separate exchange."""
     new = {kind: dict(arrays) for kind, arrays in state.items()}
     norms = {}
     for name, grads in due.items():
@@ -1080,8 +1078,8 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
 
 
 def sum_over_devices(cfg: Config, row: Param, grads: tuple):
-    """Return the float32 sum of the gradients of several steps over all devices: this device's
-    shard, or the full array for a replicated parameter."""
+    """Sum the gradients of several steps over all devices, in float32. Return this device's shard,
+    or the full array for a replicated parameter."""
     if row.sharded and row.optimizer != "anvil":
         return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
     grad = sum(x.astype(jnp.float32) for x in grads)
@@ -1091,7 +1089,7 @@ def sum_over_devices(cfg: Config, row: Param, grads: tuple):
 
 
 def finish_step(cfg: Config, state):
-    """Return (state, compute copies) with the weights for validation, after the last step."""
+    """Return (state, compute copies) with the final, averaged weights."""
     params = state["params"]
     if cfg.tail or cfg.tail_average:  # "Averages of the last weights"
         params = move_to_averages(cfg, state)
@@ -1102,7 +1100,7 @@ def finish_step(cfg: Config, state):
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
-    """Return (summed next-token loss in nats, dropped n-grams) of a batch of validation rows."""
+    """Return (summed next-token loss in nats, number of dropped n-grams) for a validation batch."""
     model, _, _ = gathered_model(cfg, kernels, None, copies, table, batch)
 
     def loss(rows: Rows):
@@ -1119,8 +1117,8 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
 
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
-    """Return (mean loss in nats per token, dropped n-grams) of all validation `batches`. `loss` is
-    the compiled eval_step."""
+    """Return (mean loss in nats per token, number of dropped n-grams) over validation `batches`.
+    `loss` is the compiled eval_step."""
     results = jax.device_get([loss(batch) for batch in batches])
     total, dropped = np.sum(results, axis=0, dtype=np.float64)
     return float(total) / cfg.val_tokens, int(dropped)
@@ -1130,11 +1128,11 @@ def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int
 
 
 def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
-    """Train to the end, from scratch or from the checkpoint `saved`. Return the folder of the run.
+    """Train from scratch, or from the checkpoint `saved`, and return the run directory.
 
-    The clock includes training steps, data loading, the final averaging and intermediate
-    checkpoints. It excludes set-up (`prepare`, Part IV), validation and the final checkpoint. A run
-    saves checkpoints, and stops after a signal, only when no gradients are accumulated."""
+    The clock includes training steps, data loading, intermediate checkpoints and the final
+    averaging, but not setup (`prepare` in Part IV), validation or the final checkpoint. Checkpoints
+    and stops after a signal wait until all accumulated gradients have been applied."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
     state, copies, loader = ready.state, ready.copies, ready.loader
@@ -1142,7 +1140,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     last_saved = first
     save_every = cfg.checkpoint_every or cfg.steps
     waiting = {}  # accumulated gradients: name -> one per step since the last update
-    newest = None  # StepResult that is not logged yet
+    newest = None  # last StepResult, not logged yet
 
     def pause():
         nonlocal newest
@@ -1166,7 +1164,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             is_new = step > first or not saved  # False: the checkpoint has this state and its loss
             if is_new and cfg.val_every and step % cfg.val_every == 0:
                 validate_after(step)
-            # 0 without a signal. All hosts stop at the same step, counted from the process start.
+            # 0 without a signal. All hosts get it at the same step (counted from process start).
             signalled = ready.stop_signal(step - first)
             if signalled and not waiting:
                 pause()
@@ -1185,7 +1183,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             gradients, *updates = schedule(cfg).programs[step]
             grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-            del grads  # otherwise gradients stay in memory after an update
+            del grads  # free the gradients as soon as they have been applied
             all_norms = {}
             for update in updates:
                 due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
@@ -1197,7 +1195,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             number_of_pass = ready.stream.pass_at(loader.cursor)
             newest = StepResult(step + 1, loss, dropped, all_norms, number_of_pass)
 
-    waiting.clear()  # gradients without a further update
+    waiting.clear()  # gradients that no update will use
     state, changed = compiled["finish"](state)
     copies |= changed
     validate_after(cfg.steps)
@@ -1205,7 +1203,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
         log.save(cfg.steps, state, loader)
     log.ended()
-    set_handlers(ready.handlers)  # nothing is left to save, so signals may end the process
+    set_handlers(ready.handlers)  # everything is saved, so signals may end the process
     if cfg.sample_tokens:
         table = state["params"].get(NGRAMS)
         trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
@@ -1219,26 +1217,26 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
 Kind = TypeVar("Kind")
 Positive = Annotated[Kind, "positive"]  # must be above 0
-Machine = Annotated[Kind, "machine"]  # does not belong to the recipe: `--resume` can change it
+Machine = Annotated[Kind, "machine"]  # not part of the recipe, so `--resume` can change it
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention, MLPs and other terms of one layer. Gates are per-token factors computed by small
-    MLPs (see `coefficients`)."""
+    """Configuration of one layer. Gates are per-token factors from small MLPs (see
+    `coefficients`)."""
 
-    attends: str = ""  # window of attention: "short" or "long"; "" means no attention
-    paired: bool = False  # two heads attend as one, over half the window (see pair_heads)
-    narrow: bool = False  # values and outputs of a head have half the head's width
-    values: bool = False  # adds vectors from the layer's value table to v, through a gate
-    xsa: bool = False  # removes each head's output component along its own value (record 82)
-    gated: bool = False  # multiplies each head's output by a gate (record 85)
-    x0: bool = False  # adds the token embedding, through a gate
-    ngram: bool = False  # adds the n-gram vector, through a gate; layer 0 adds it first
-    skip: int = 0  # adds the output from this many layers back, through a gate; 0 disables it
-    reads: int = 0  # attention input is the output from this many layers back; 0: the stream
-    looks: bool = False  # computes the gates of this and later layers from the stream
-    mudd: bool = False  # last layer only: per-token weights for its terms (see mudd_layer)
+    attends: str = ""  # attention window: "short" or "long"; "" means no attention
+    paired: bool = False  # pairs of heads attend as one, over half the window (pair_heads)
+    narrow: bool = False  # values have half the head width
+    values: bool = False  # add gated vectors from this layer's value table to v
+    xsa: bool = False  # remove the component along the token's own value (record 82)
+    gated: bool = False  # gate each head's output (record 85)
+    x0: bool = False  # add the gated token embedding
+    ngram: bool = False  # add the gated n-gram vector
+    skip: int = 0  # add the gated output from this many layers back; 0 disables it
+    reads: int = 0  # attention reads the output from this many layers back; 0: the stream
+    looks: bool = False  # compute new gates from the stream, for this and later layers
+    mudd: bool = False  # last layer only: per-token weights for all terms (mudd_layer)
     mlps: int = 1  # number of parallel MLPs
 
 
@@ -1246,21 +1244,21 @@ class Layer:
 class Stage:
     """A phase of training with one batch shape. Sizes are in tokens."""
 
-    share: float  # fraction of the schedule; 0 for a final stage of Config.extension steps
-    batch_tokens: Positive[int]  # global batch size per step
+    share: float  # fraction of the schedule; 0 only for a last stage of Config.extension steps
+    batch_tokens: Positive[int]  # global batch size
     row_tokens: Positive[int]  # sequence length
-    doc_cap: int  # maximum document length; 0 ignores document boundaries when cutting rows
+    doc_cap: int  # truncate documents to this length; 0 packs tokens regardless of documents
     windows: Positive[tuple[int, int]]  # attention windows of short and long layers
-    lr_factor: float = 1.0  # factor on learning rates
+    lr_factor: float = 1.0  # factor on all learning rates
     weights: tuple[float, ...] = (1.0,)  # loss weights of the next token, the token after it, ...
-    weights_end: tuple[float, ...] = (1.0,)  # loss weights at the end (linear interpolation)
-    # Each entry of these fields applies to an equal part of the stage.
-    prefix: tuple[float, ...] = (0.0,)  # loss weight of the next token's prefix token (record 88)
-    candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0 uses the full vocabulary
+    weights_end: tuple[float, ...] = (1.0,)  # weights at the end, interpolated linearly
+    # Each entry applies to an equal part of the stage:
+    prefix: tuple[float, ...] = (0.0,)  # loss weight of the next token's prefix (record 88)
+    candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0: full vocabulary
 
     @property
     def rows(self) -> int:
-        """Number of rows in a global batch."""
+        """Rows per global batch."""
         return self.batch_tokens // self.row_tokens
 
 
@@ -1268,13 +1266,13 @@ class Stage:
 class Config:
     """All settings of a run. A preset is a Config; `--set KEY=VALUE` replaces fields.
 
-    The defaults are record 92, except for the n-gram table. It has half the rows and hashes
-    normalized ids (pull request 375); according to published results the loss is the same. The
-    record uses ngram_rows=84602880 ngram_ids=raw."""
+    The defaults are record 92, except for the n-gram table: it has half as many rows and hashes
+    normalized ids (pull request 375), which reaches the same loss according to published results.
+    The record itself uses ngram_rows=84602880 ngram_ids=raw."""
 
     preset: str = "speedrun"
-    without: str = ""  # names from IDEAS to disable, with commas; "all": all except PLAIN_HAS
-    # ---- The recipe: settings that determine the loss ----
+    without: str = ""  # comma-separated IDEAS to disable; "all" means all except PLAIN_HAS
+    # ---- The recipe: settings that affect the loss ----
     seed: int = 0
     # Model. Layers are counted from 0.
     layers: tuple[Layer, ...] = (  # seven of eleven have attention (record 92)
@@ -1292,44 +1290,44 @@ class Config:
     )
     width: Positive[int] = 768
     heads: Positive[int] = 6
-    kv_heads: int = 0  # key/value heads, shared by groups of query heads; 0 means one per head
+    kv_heads: int = 0  # key/value heads (GQA); 0 means one per query head
     mlp_width: Positive[int] = 2816  # 11/3 of the width
-    vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
-    real_tokens: int = 50257  # size of the tokenizer's vocabulary; larger ids are refused
-    bos: int = 50256  # id of the token that starts each document
-    # Tokenizer. "bpe" needs its merges next to the shards. "ids" stands for any other tokenizer:
-    # without token bytes there are no prefixes, normalized n-grams or text samples.
+    vocab: int = 50304  # embedding rows: real_tokens padded to a multiple of 128
+    real_tokens: int = 50257  # tokenizer vocabulary size
+    bos: int = 50256  # token id at the start of each document
+    # Tokenizer. "bpe" reads merges next to the shards. "ids" is any other tokenizer; without token
+    # bytes, prefixes, normalized n-grams and text samples are unavailable.
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
-    ngram_rows: int = 42_301_440  # rows of the hash table, half for bigrams; 0 disables n-grams
+    ngram_rows: int = 42_301_440  # hash table rows, half of them for bigrams; 0 disables n-grams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # "normalised" ignores case, accents
     ngram_drop: float = 0.0  # dropout probability of n-gram vectors
-    sign_rows: int = 8192  # rows of random signs that distinguish colliding n-grams; 0 disables
+    sign_rows: int = 8192  # rows of random signs that tell colliding n-grams apart; 0 disables
     documents: bool = True  # attention does not cross document boundaries
-    still: bool = True  # half of a head's dimensions do not rotate; short layers omit them
-    qk_norm: bool = True  # normalizes queries and keys
-    key_offset: bool = True  # long layers match keys of the previous token (see key_offset)
-    qk_heads: int = 2  # heads per matrix of qk_bank; 0 means all
-    o_start: float = 1.0  # factor on the initial attention output projections
-    down_start: float = 0.0  # factor on the initial MLP down-projections
+    still: bool = True  # RoPE on half of the head dimensions; short layers drop the other half
+    qk_norm: bool = True
+    key_offset: bool = True  # long layers match keys of the previous token (key_offset)
+    qk_heads: int = 2  # heads per qk_bank matrix; 0 means all
+    o_start: float = 1.0  # initial scale of attention output projections
+    down_start: float = 0.0  # initial scale of MLP down-projections
     squared_relu: bool = True  # MLP activation; False means GELU
-    smear: bool = True  # adds the gated embedding of the previous token to each embedding
-    lambdas: bool = True  # learned factors on q, k, v, o and on the terms of a layer
-    value_gates: bool = True  # per-head gates on the value tables
-    gate_width: int = 64  # hidden width of gate MLPs; with 0, gates are learned constants
-    mudd_width: Positive[int] = 64  # hidden width of the MLPs that compute MUDD weights
+    smear: bool = True  # add the gated embedding of the previous token to each embedding
+    lambdas: bool = True  # learned scalars on q, k, v, o and on the terms of a layer
+    value_gates: bool = True  # per-head gates on value tables
+    gate_width: int = 64  # hidden width of gate MLPs; 0 makes gates learned constants
+    mudd_width: Positive[int] = 64  # hidden width of MUDD MLPs
     rope_base: Positive[float] = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # initial scale of q k^T: short, long layers
-    # a, b, c: a logit z becomes a * sigmoid((z + b) / c). Three zeros disable this.
+    # a, b, c in a * sigmoid((logit + b) / c); zeros disable the cap
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)
     pointer_width: int = 0  # query/key width of the copy pointer (pointer_chances); 0 disables
     pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # block size: training, validation
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # activations and the n-gram table
-    # Schedule. Batch, windows and document length grow; at the end the batch gets smaller again.
-    start: str = ""  # checkpoint with the initial parameters; "" means random initialization
+    # Schedule. Batch size, windows and document length grow; the batch shrinks in the end.
+    start: str = ""  # checkpoint with initial parameters; "" means random initialization
     steps: Positive[int] = 1194
-    extension: int = 20  # final steps after the schedule: lowest learning rate, widest windows
+    extension: int = 20  # steps after the schedule: lowest learning rate, widest windows
     # fmt: off
-    stages: tuple[Stage, ...] = (  # lr_factor grows about as the square root of the batch
+    stages: tuple[Stage, ...] = (  # lr_factor grows roughly with the square root of the batch size
         Stage(share=320 / 1174, batch_tokens=131_072, row_tokens=16_384, doc_cap=896,
               windows=(128, 384), lr_factor=1.0, candidates=(10_240,),
               weights=(1.0, 0.5, 0.25), weights_end=(1.0, 0.5, 0.0), prefix=(0.25,)),
@@ -1344,58 +1342,58 @@ class Config:
               windows=(768, 1664)),
     )
     # fmt: on
-    passes: Positive[int] = 1  # maximum epochs over the training tokens; records use 1
-    attention_cap: Positive[int] = 2560  # training: longer documents are split for attention
-    tied: float = 1.0  # fraction of the schedule with head and embedding tied; 0 means never
+    passes: Positive[int] = 1  # maximum number of training epochs; records use 1
+    attention_cap: Positive[int] = 2560  # maximum segment length in training (segment_ids)
+    tied: float = 1.0  # fraction of the schedule with tied head and embedding
     cooldown: float = 0.8  # final fraction of the schedule with linear learning-rate decay
-    lr_floor: float = 0.3  # factor on learning rates after the cooldown
-    # Optimizers. param_table has the factors for each parameter.
-    muon: bool = True  # orthogonalizes updates of matrices; False only scales them (as_large)
-    lr_anvil: float = 0.023  # base learning rate of ANVIL
+    lr_floor: float = 0.3  # learning-rate factor after the cooldown
+    # Optimizers. param_table has per-parameter factors.
+    muon: bool = True  # orthogonalize matrix updates; False only rescales them (as_large)
+    lr_anvil: float = 0.023
     decay_anvil: float = 2.25  # weight decay per step: lr * lr * decay_anvil * Param.scale
-    momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (see momentum_at)
-    momentum_warmup: Positive[int] = 240  # first steps, over which momentum rises
-    momentum_cooldown: int = 50  # last steps, over which momentum falls
-    rails_step: int = 514  # first step with two gradient averages (see two_rails)
-    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta of the fast average, and its weight
+    momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (momentum_at)
+    momentum_warmup: Positive[int] = 240  # steps
+    momentum_cooldown: int = 50  # steps
+    rails_step: int = 514  # first step with two gradient averages (two_rails)
+    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta and weight of the fast average
     slow_rate: float = 0.02  # 1 - beta of the slow average; 0 disables it
-    equalize_rate: float = 0.1  # 1 - beta of the mean squares in `equalize`; 0 disables it
+    equalize_rate: float = 0.1  # 1 - beta of the second moments in `equalize`; 0 disables it
     cautious: bool = True  # weight decay only where the update shrinks the weight
-    lr_adam: float = 0.008  # base learning rate of Adam
+    lr_adam: float = 0.008
     decay_adam: float = 0.005  # weight decay per step: lr * lr * decay_adam
     adam_eps: Positive[float] = 1e-10
-    # Adam betas: of mixing weights, of gates and other scalars.
+    # Adam betas of mixing weights, and of gates and other scalars
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
-    adam_every: Positive[int] = 2  # steps per Adam update (gradient accumulation)
-    table_every: tuple[int, int] = (2, 4)  # steps per table update: before and after table_change
+    adam_every: Positive[int] = 2  # steps of gradient accumulation per Adam update
+    table_every: tuple[int, int] = (2, 4)  # the same for tables, before and after table_change
     table_change: int = 336  # step
-    tail: int = 298  # last steps over which head, embedding and matrices are averaged; 0 disables
-    tail_average: int = 250  # last steps for value tables, and for a second average of v, o, MLPs
-    # Validation.
-    val_tokens: Positive[int] = 10_485_760  # number of first tokens of the validation split
-    val_every: int = 0  # steps between validations; 0 means only at the end
+    tail: int = 298  # average head, embedding and matrices over this many last steps; 0 disables
+    tail_average: int = 250  # the same for value tables, and for a second average of v, o, MLPs
+    # Validation
+    val_tokens: Positive[int] = 10_485_760  # the first tokens of the validation split
+    val_every: int = 0  # steps between validations; 0 validates only at the end
     val_batch: Positive[int] = 2_097_152  # tokens per validation batch
     val_row: Positive[int] = 262_144  # tokens per validation row
     val_windows: Positive[tuple[int, int]] = (768, 2560)  # of short and long layers
-    target: float = 3.28  # loss to reach, in nats per token; 0 disables it
-    data: str = "data/fineweb10B"  # folder of token shards
+    target: float = 3.28  # target validation loss; 0 means none
+    data: str = "data/fineweb10B"  # directory of token shards
     # ---- The machine: speed and output ----
-    devices: Machine[int] = 0  # 0 uses all; with more devices than rows, rows are split
-    kernels: Machine[str] = "auto"  # "auto", "plain" (none), or names, such as "attend,blend"
-    sparse_cores: Machine[bool] = True  # TPUs: SparseCores overlap communication with computation
+    devices: Machine[int] = 0  # 0 uses all; rows are split if there are more devices than rows
+    kernels: Machine[str] = "auto"  # "auto", "plain" (none), or names such as "attend,blend"
+    sparse_cores: Machine[bool] = True  # TPUs: overlap communication, using SparseCores
     micro_tokens: Machine[Positive[int]] = 49_152  # tokens per micro-batch; longer rows are split
-    rows_at_once: Machine[Positive[int]] = 2**19  # n-gram rows that an update processes at a time
-    recompute: Machine[bool] = False  # recomputes layers in the backward pass, to save memory
-    loss_chunk: Machine[Positive[int]] = 4800  # tokens per chunk of a full-vocabulary loss
-    # Whether to compute the loss without chunks; "auto" decides by memory (see with_whole_loss).
+    rows_at_once: Machine[Positive[int]] = 2**19  # n-gram rows per chunk of an update
+    recompute: Machine[bool] = False  # recompute layers in the backward pass to save memory
+    loss_chunk: Machine[Positive[int]] = 4800  # tokens per chunk of the loss
+    # Compute the loss without chunks; "auto" decides by device memory (with_whole_loss)
     whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
-    prefetch: Machine[Positive[int]] = 4  # batches to keep ready on the devices
-    checkpoint_every: Machine[int] = 0  # steps between checkpoints; 0 means only at the end
+    prefetch: Machine[Positive[int]] = 4  # number of batches to prefetch
+    checkpoint_every: Machine[int] = 0  # steps between checkpoints; 0 saves only at the end
     checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # "auto" means up to 10 GB
-    keep_best: Machine[bool] = False  # also saves the parameters with the lowest validation loss
-    log_every: Machine[Positive[int]] = 10  # steps between terminal lines; log.txt has every step
-    log_norms: Machine[bool] = False  # logs gradient norms per parameter (costs some time)
-    sample_tokens: Machine[int] = 0  # length of a text sample at the end; 0 disables it
+    keep_best: Machine[bool] = False  # also save the parameters with the lowest validation loss
+    log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal
+    log_norms: Machine[bool] = False  # log gradient norms per parameter (slower)
+    sample_tokens: Machine[int] = 0  # length of the text sample at the end; 0 disables it
 
     @property
     def head_width(self) -> int:
@@ -1404,7 +1402,7 @@ class Config:
 
     @property
     def qk_matrices(self) -> int:
-        """Number of matrices of qk_bank per attention."""
+        """Number of qk_bank matrices per attention layer."""
         return (self.heads + (self.kv_heads or self.heads)) // (self.qk_heads or self.heads)
 
     @property
@@ -1413,12 +1411,12 @@ class Config:
         return self.kv_heads not in (0, self.heads)
 
     def layers_with(self, what: str) -> tuple[int, ...]:
-        """Layers with the field `what`. Banks, tables and gates are stored in this order."""
+        """Indices of the layers with the field `what`, in the order of banks and tables."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
     def aimed(self) -> bool:
-        """Whether any loss uses candidates or prefixes."""
+        """Whether any stage uses candidates or prefixes."""
         return any(any(stage.prefix + stage.candidates) for stage in self.stages)
 
     @property
@@ -1444,7 +1442,7 @@ class Config:
         return (0, *inner.astype(int).tolist(), self.steps)
 
     def tokens_after(self, step: int) -> int:
-        """Number of training tokens in the first `step` steps."""
+        """Number of tokens in the first `step` steps."""
         tokens = 0
         spans = itertools.pairwise(self.boundaries)
         for stage, (first, end) in zip(self.stages, spans, strict=True):
@@ -1456,8 +1454,8 @@ class Config:
 # fmt: off
 PRESETS = {
     "plain": None,  # a plain GPT: `tiny` without all IDEAS except PLAIN_HAS (set after `override`)
-    # The model of `speedrun` at toy size: a minute on two cores. Each further stage would take
-    # several seconds to compile.
+    # A toy version of `speedrun`: a minute on two cores. It has one stage, because each batch shape
+    # takes several seconds to compile.
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -1479,8 +1477,8 @@ PRESETS = {
         data="data/builtin", sample_tokens=80,
     ),
     "speedrun": Config(),
-    # `speedrun` with the copy pointer, in fewer steps. Stages of record 92 have 320, 361, 374 + 52,
-    # 67 and 20 steps. Here all but the 52 and 20 are shorter by a factor of 988 / 1122.
+    # `speedrun` with the copy pointer, in fewer steps. The stages of record 92 run for 320, 361,
+    # 374 + 52, 67 and 20 steps. Here they are scaled by 988 / 1122, except for the 52 and 20.
     "pointer": Config(
         preset="pointer", pointer_width=128, steps=1060,
         stages=tuple(
@@ -1497,51 +1495,51 @@ LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
 class Hyper(NamedTuple):
-    """Hyperparameters that change every step, sent with each batch as float32. Values that change
-    array shapes (rows, windows, candidates) are compiled into the programs instead."""
+    """Hyperparameters that change every step, sent with each batch as float32. Anything that
+    affects shapes (rows, windows, candidates) is compiled into the programs instead."""
 
-    lr: np.ndarray  # factor on every learning rate
+    lr: np.ndarray  # factor on all learning rates
     momentum: np.ndarray  # Nesterov momentum of `anvil`
-    adam_count: np.ndarray  # Adam updates so far, plus one, for the bias correction
-    freqs: np.ndarray  # [2, rotating pairs] radians per token, in short and in long layers
-    scales: np.ndarray  # [2] scale of q k^T, in short and in long layers
+    adam_count: np.ndarray  # index of the Adam update, from 1
+    freqs: np.ndarray  # [2, rotating pairs] RoPE frequencies of short and long layers
+    scales: np.ndarray  # [2] scale of q k^T in short and long layers
     weights: np.ndarray  # [k] loss weights of the next token, the token after it, ...
     # None if the idea is disabled:
-    fast_beta: np.ndarray | None = None  # beta of the fast average (see two_rails)
-    fast_weight: np.ndarray | None = None  # weight of the fast average (see two_rails)
-    table_count: np.ndarray | None = None  # table updates so far, plus one
+    fast_beta: np.ndarray | None = None  # beta of the fast average (two_rails)
+    fast_weight: np.ndarray | None = None  # weight of the fast average (two_rails)
+    table_count: np.ndarray | None = None  # index of the table update, from 1
     prefix: np.ndarray | None = None  # loss weight of the next token's prefix
-    average_rates: np.ndarray | None = None  # [4] rates of AVERAGES; 0 keeps an average unchanged
+    average_rates: np.ndarray | None = None  # [4] rates of AVERAGES; 0 leaves an average unchanged
     drop_seed: np.ndarray | None = None  # seed of ngram_dropout
 
 
 class Schedule(NamedTuple):
     """Stage, batch shape, programs and hyperparameters of every step."""
 
-    stage: np.ndarray  # [steps] number of the stage
-    candidates: np.ndarray  # [steps] size of the sampled softmax; 0 means the full vocabulary
-    programs: list[list[Gradients | Update]]  # [steps] keys of programs, in order
-    hyper: Hyper  # of arrays [steps, ...], before rounding to float32
+    stage: np.ndarray  # [steps] stage index
+    candidates: np.ndarray  # [steps] size of the sampled softmax; 0: full vocabulary
+    programs: list[list[Gradients | Update]]  # [steps] program keys, in order
+    hyper: Hyper  # arrays [steps, ...], not yet rounded to float32
 
 
 class Gradients(NamedTuple):
-    """Key of a program that computes gradients; str(key) is its name, such as grads0."""
+    """Key of a program that computes gradients; str(key) is its name, e.g. grads0."""
 
-    number: int  # counted in the order of first use
+    number: int  # in the order of first use
     stage: int
-    candidates: int  # size of the sampled softmax; 0 means the full vocabulary
+    candidates: int  # size of the sampled softmax; 0: full vocabulary
 
     def __str__(self) -> str:
         return f"grads{self.number}"
 
 
 class Update(NamedTuple):
-    """Key of a program that updates parameters; str(key) is its name, such as tables2-2-2-2."""
+    """Key of a program that updates parameters; str(key) is its name, e.g. tables2-2-2-2."""
 
-    kind: str  # Param.updated_by of the parameters
-    steps: int  # number of steps whose gradients are summed
-    tied: bool = False  # head and embedding are one matrix (adam)
-    stages: tuple[int, ...] = ()  # stage of each step, which determines array sizes (tables)
+    kind: str  # updates the parameters with this Param.updated_by
+    steps: int  # number of accumulated steps
+    tied: bool = False  # for adam: head and embedding are tied
+    stages: tuple[int, ...] = ()  # for tables: stage of each step, which affects shapes
 
     def __str__(self) -> str:
         tied = "_tied" if self.tied else ""
@@ -1558,8 +1556,8 @@ def schedule(cfg: Config) -> Schedule:
 
 
 def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
-    """Return the keys of the programs of each step, in order: Gradients, then Updates. `shapes` has
-    (stage, candidates) of each step; equal shapes share a program."""
+    """Return the program keys of each step, in order: Gradients, then Updates. `shapes` holds
+    (stage, candidates) for each step; equal shapes share a program."""
     adam_due, tables = updates_due(cfg)
     last_tied = -1
     if cfg.tied:  # "When tables learn"
@@ -1579,8 +1577,8 @@ def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
 
 
 def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each step, (whether it ends with an Adam update, number of steps that its table
-    update sums; 0 without a table update). Both have shape [steps]."""
+    """For each step, return (whether an Adam update is due, number of steps to sum in a table
+    update, 0 if none is due). Both have shape [steps]."""
     step = np.arange(cfg.steps)
     adam_due = (step + 1) % cfg.adam_every == 0
     tables = np.zeros_like(step)
@@ -1596,7 +1594,7 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
 
 
 def hyper_of_steps(cfg: Config) -> Hyper:
-    """Return a Hyper of arrays [steps, ...], before rounding to float32."""
+    """Return a Hyper of arrays [steps, ...], not yet rounded to float32."""
     step = np.arange(cfg.steps)
     freqs, scales = rotation(cfg)
     hyper = Hyper(
@@ -1612,8 +1610,8 @@ def hyper_of_steps(cfg: Config) -> Hyper:
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the factor on all learning rates at each step: lr_factor, then a linear decay to
-    lr_floor. Lower rates are not needed because the last weights are averaged."""
+    """Return the learning-rate factor of each step: lr_factor, then linear decay to lr_floor.
+    Averaging the last weights makes up for the high final rate."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the cooldown
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
@@ -1625,8 +1623,8 @@ def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the momentum at each step, with a linear warmup and cooldown. Early gradients change
-    direction too fast for a long average."""
+    """Return the momentum of each step, with linear warmup and cooldown. Early gradients change
+    direction too quickly for a long average."""
     low, high = cfg.momentum
     risen = np.minimum(step / cfg.momentum_warmup, 1)
     turn = cfg.steps - cfg.momentum_cooldown
@@ -1635,18 +1633,18 @@ def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return the initial RoPE frequencies [2, rotating pairs], float32, and scales of q k^T [2],
-    both for short and long layers."""
+    """Return the initial RoPE frequencies, float32 [2, rotating pairs], and scales of q k^T [2],
+    for short and long layers."""
     pairs = cfg.head_width // 2
-    if cfg.still:  # half of the dimensions do not rotate
+    if cfg.still:  # RoPE on half of the dimensions
         pairs = cfg.head_width // 4
     freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, pairs, dtype=np.float32)
     return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
 
 
 def steps_in_stages(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each step, (number of the stage, number of the step within the stage, length of
-    the stage). Each is int [steps]."""
+    """For each step, return (stage index, step within the stage, stage length), int [steps]
+    each."""
     lengths = np.diff(cfg.boundaries)
     stage = np.repeat(np.arange(len(cfg.stages)), lengths)
     first = np.array(cfg.boundaries)[stage]  # first step of the stage
@@ -1654,7 +1652,7 @@ def steps_in_stages(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def in_parts(cfg: Config, name: str) -> np.ndarray:
-    """Return the entry of Stage.`name` for each step. Entries cover equal parts of their stage."""
+    """Return the entry of Stage.`name` for each step. Entries cover equal parts of a stage."""
     entries = []
     for stage, number, length in zip(*steps_in_stages(cfg), strict=True):
         of_stage = getattr(cfg.stages[stage], name)
@@ -1667,24 +1665,24 @@ def in_parts(cfg: Config, name: str) -> np.ndarray:
 
 class Aims(NamedTuple):
     """Prediction targets of a batch, int32. With a sampled softmax, targets and prefixes are
-    positions among the candidates of their row; otherwise they are token ids."""
+    positions in the row's candidates; otherwise they are token ids."""
 
-    candidates: np.ndarray  # [b, candidates] ids, ascending; [b, 0] with the full vocabulary
-    targets: np.ndarray  # [b, t] next tokens; all -1 in padding rows of a validation batch
-    prefixes: np.ndarray  # [b, t] prefix tokens of the next tokens; -1 if there is none
+    candidates: np.ndarray  # [b, candidates] sorted ids; [b, 0] for the full vocabulary
+    targets: np.ndarray  # [b, t] next tokens; -1 in padding rows of a validation batch
+    prefixes: np.ndarray  # [b, t] the next token's prefix; -1 if none
 
 
 class Rows(NamedTuple):
-    """Rows of a batch, sharded across devices. Each process makes its own rows."""
+    """Rows of a batch, sharded across devices. Each process builds its own rows."""
 
     tokens: jax.Array  # uint16 [b, t + 1]: inputs and the last target
-    hashed: jax.Array | None  # uint16 [b, t]: ids for n-gram hashes; None without n-grams
-    slots: jax.Array | None  # int32 [b, 2, t]: positions of n-grams among fetched rows (`request`)
+    hashed: jax.Array | None  # uint16 [b, t]: ids for n-gram hashing; None without n-grams
+    slots: jax.Array | None  # int32 [b, 2, t]: n-gram positions in the fetched rows (`request`)
     aims: Aims
 
 
 class Batch(NamedTuple):
-    """Inputs of a step, except the training state."""
+    """Inputs of a step besides the training state."""
 
     rows: Rows
     requests: jax.Array | None  # int32 [devices, devices, size]: n-gram rows to fetch (`request`)
@@ -1692,17 +1690,17 @@ class Batch(NamedTuple):
 
 
 class LoaderState(NamedTuple):
-    """Position of a run in its data, stored in checkpoints."""
+    """The run's position in the training data, saved in checkpoints."""
 
     cursor: int  # position in the token stream
-    offsets: tuple[int, ...]  # per row of this process: position in its walk (`candidates`)
+    offsets: tuple[int, ...]  # for each row of this process, its position in `candidates`
 
 
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield (Batch, LoaderState after it) for each step from `step` on. The vocabulary tables are
-    made here, so that the clock includes them."""
+    """Yield (Batch, LoaderState after it) for each step from `step` on. Vocabulary tables are built
+    here so that the clock includes them."""
     vocab = None
     if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next", "A table of hashed n-grams"
         vocab = vocabulary(cfg, words)
@@ -1712,8 +1710,8 @@ def train_batches(
 
 
 def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, state: LoaderState):
-    """Return (Batch of `step`, next LoaderState). This is a pure function. `vocab` is a Vocabulary,
-    or None if no enabled idea needs it."""
+    """Return (Batch for `step`, next LoaderState). This is a pure function. `vocab` is None if no
+    enabled idea needs a Vocabulary."""
     stage = cfg.stages[schedule(cfg).stage[step]]
     tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
     aims = next_tokens(tokens[:, 1:].astype(np.int32))
@@ -1727,13 +1725,13 @@ def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, s
 
 
 def next_tokens(targets) -> Aims:
-    """Return Aims with these targets [b, t]. The prefixes are a placeholder."""
+    """Return Aims with targets [b, t] only; the prefixes are a placeholder."""
     no_candidates = np.empty((len(targets), 0), np.int32)
     return Aims(no_candidates, targets, prefixes=targets)
 
 
 def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> Batch:
-    """Put the Batch of `step` on the devices. `tokens` are this process's, uint16 [b, t + 1]."""
+    """Put a Batch on the devices. `tokens` are this process's rows, uint16 [b, t + 1]."""
     rows = Rows(tokens, None, None, aims)
     requests = None
     if cfg.ngram_rows:  # "A table of hashed n-grams"
@@ -1744,20 +1742,20 @@ def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> 
 
 
 def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, vocab) -> Iterator:
-    """Yield Batches of all validation tokens for the model after `step` steps."""
+    """Yield all validation Batches for the model after `step` steps."""
     for tokens, counts in read_validation(cfg, mesh, stream):
         targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
         yield batch_of(cfg, mesh, step, vocab, tokens, targets)
 
 
 def batch_of(cfg: Config, mesh: Mesh, step: int, vocab, tokens, targets) -> Batch:
-    """Return a validation Batch for the model after `step` steps. Targets of -1 mark padding."""
-    last_step = max(step - 1, 0)  # validation uses the RoPE frequencies of the last step
+    """Return a validation Batch for the model after `step` steps. Padding has targets of -1."""
+    last_step = max(step - 1, 0)  # use the RoPE frequencies of the last training step
     return put_batch(cfg, mesh, last_step, vocab, tokens, next_tokens(targets))
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """Put an array on the devices of `mesh`; if it is sharded, `array` is this process's part."""
+    """Put an array on the mesh. For a sharded array, pass this process's part."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
