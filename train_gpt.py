@@ -764,7 +764,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     attentions = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
     per_matrix = cfg.qk_heads or n  # heads per matrix of q or k
-    # Orthogonalized updates have unit singular values, so single elements of a wide output change
+    # Orthogonalized updates have unit singular values, so each element of a wide output changes
     # less. sqrt(f / d) compensates for this (Jordan et al. 2024). The factor of 2 for
     # down-projections is empirical (record 48).
     up_rate = math.sqrt(max(1, f / d))
@@ -1139,7 +1139,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     first = saved.step if saved else 0
     last_saved = first
     save_every = cfg.checkpoint_every or cfg.steps
-    waiting = {}  # accumulated gradients: name -> one per step since the last update
+    waiting = {}  # gradients that no update has used: name -> one entry per step
     newest = None  # last StepResult, not logged yet
 
     def pause():
@@ -1161,7 +1161,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
     with contextlib.closing(ready.batches) as batches:
         for step in range(first, cfg.steps):
-            is_new = step > first or not saved  # False: the checkpoint has this state and its loss
+            is_new = step > first or not saved  # otherwise this state is already saved and validated
             if is_new and cfg.val_every and step % cfg.val_every == 0:
                 validate_after(step)
             # 0 without a signal. All hosts get it at the same step (counted from process start).
@@ -1247,7 +1247,7 @@ class Stage:
     share: float  # fraction of the schedule; 0 only for a last stage of Config.extension steps
     batch_tokens: Positive[int]  # global batch size
     row_tokens: Positive[int]  # sequence length
-    doc_cap: int  # truncate documents to this length; 0 packs tokens regardless of documents
+    doc_cap: int  # truncate documents to this length; 0: rows ignore document boundaries
     windows: Positive[tuple[int, int]]  # attention windows of short and long layers
     lr_factor: float = 1.0  # factor on all learning rates
     weights: tuple[float, ...] = (1.0,)  # loss weights of the next token, the token after it, ...
@@ -1682,7 +1682,7 @@ class Rows(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Inputs of a step besides the training state."""
+    """Inputs to a step, other than the training state."""
 
     rows: Rows
     requests: jax.Array | None  # int32 [devices, devices, size]: n-gram rows to fetch (`request`)
