@@ -1161,7 +1161,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
     with contextlib.closing(ready.batches) as batches:
         for step in range(first, cfg.steps):
-            is_new = step > first or not saved  # otherwise this state is already saved and validated
+            is_new = step > first or not saved  # otherwise it is saved and validated already
             if is_new and cfg.val_every and step % cfg.val_every == 0:
                 validate_after(step)
             # 0 without a signal. All hosts get it at the same step (counted from process start).
