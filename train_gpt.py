@@ -1763,70 +1763,70 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 # PART II: THE IDEAS OF THE RECORD
 # ================================================================================================
 
-# Each section explains an idea, or a few related ones. Parentheses give the record that introduced
-# it, its savings, and the switch that disables it (`--set without=NAME`). Savings are upstream's,
-# for its own program: M (millions of training tokens), seconds out of the 39.9 s of record 92 on
-# eight H100s, or steps (from a pull request). Other ideas are one line, or a number: see IDEAS.
+# Each section implements one or more related ideas. Parentheses give the record that introduced an
+# idea, its savings as measured by upstream, and its switch (`--set without=NAME`). M is millions of
+# training tokens; s is seconds out of record 92's 39.9 s on eight H100s. Ideas without a section
+# are explained in IDEAS.
 
 # ---- The switches -------------------------------------------------------------------------------
 
-# Idea -> settings that disable it, for `--set without=NAME,...`; roughly in the order of records.
+# Idea -> settings that disable it (`--set without=NAME,...`), roughly in record order.
 IDEAS = {
-    "muon": "muon=0",  # orthogonalized updates of matrices: anvil
-    "squared_relu": "squared_relu=0",  # ReLU^2 instead of GELU: mlp
-    "zero_start": "down_start=1",  # MLP down-projections start at zero: param_table
-    "qk_norm": "qk_norm=0",  # attend_heads
-    "documents": "documents=0",  # attention stays inside a document: segment_ids
-    "logit_cap": "logit_cap=0,0,0",  # cap_logits
-    "momentum": "momentum=0.93,0.93",  # momentum warm-up and cooldown: momentum_at
+    "muon": "muon=0",  # orthogonalized matrix updates (anvil)
+    "squared_relu": "squared_relu=0",  # ReLU^2 instead of GELU (mlp)
+    "zero_start": "down_start=1",  # zero-initialized MLP outputs (param_table)
+    "qk_norm": "qk_norm=0",  # normalized queries and keys (attend_heads)
+    "documents": "documents=0",  # attention within documents (segment_ids)
+    "logit_cap": "logit_cap=0,0,0",  # bounded logits (cap_logits)
+    "momentum": "momentum=0.93,0.93",  # warmup and cooldown (momentum_at)
     "windows": "stages.*.windows=128,128 val_windows=128,128",
     "values": "layers.*.values=0",
     "value_gates": "value_gates=0",
-    "still": "still=0",  # half of the dimensions do not rotate: rope_tables, heads_of
-    "packing": "stages.*.doc_cap=0",  # rows start with documents: plan_packed
+    "still": "still=0",  # half of the dimensions skip RoPE (rope_tables)
+    "packing": "stages.*.doc_cap=0",
     "smear": "smear=0",
-    "seldom": "adam_every=1 table_every=1,1",  # gradient accumulation for Adam and tables
+    "seldom": "adam_every=1 table_every=1,1",
     "equalize": "equalize_rate=0",
-    "cautious": "cautious=0",  # weights decay only where the update shrinks them: descend, anvil
-    "skip": "layers.*.skip=0",  # one gated skip connection: layer_output
-    "lambdas": "lambdas=0",  # learned weights of branches
+    "cautious": "cautious=0",  # cautious weight decay (descend, anvil)
+    "skip": "layers.*.skip=0",  # gated skip connection (layer_output)
+    "lambdas": "lambdas=0",
     "key_offset": "key_offset=0",
-    "tied": "tied=0",  # head and embedding are one matrix until late in the run
-    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",  # slower Adam for scalars: small_param
-    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",  # multi-token prediction
+    "tied": "tied=0",
+    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",
+    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
     "paired": "layers.*.paired=0",
-    "qk_heads": "qk_heads=0",  # q and k orthogonalized in groups of heads: param_table
-    "o_start": "o_start=0",  # output projections do not start at zero: param_table
-    "reads": "layers.*.reads=0",  # attention reads the output of an earlier layer: layer_output
+    "qk_heads": "qk_heads=0",
+    "o_start": "o_start=0",  # nonzero output projections (param_table)
+    "reads": "layers.*.reads=0",  # attention reads an earlier layer (layer_output)
     "mudd": "layers.*.mudd=0",
     "xsa": "layers.*.xsa=0",
-    "gated": "layers.*.gated=0",  # gates on attention heads
-    "x0": "layers.*.x0=0",  # the token embedding is added again: layer_output
+    "gated": "layers.*.gated=0",
+    "x0": "layers.*.x0=0",
     "signs": "sign_rows=0",
     "gates": "gate_width=0 layers.*.looks=0",
     "prefix": "stages.*.prefix=(0.0,)",
-    "narrow": "layers.*.narrow=0",  # narrow heads: heads_of
-    "fewer": "layers.*.attends=long layers.*.skip=0",  # layers without attention: Config.layers
-    "candidates": "stages.*.candidates=(0,)",  # sampled softmax
+    "narrow": "layers.*.narrow=0",  # half-width values (heads_of)
+    "fewer": "layers.*.attends=long layers.*.skip=0",  # fewer attention layers (Config.layers)
+    "candidates": "stages.*.candidates=(0,)",
     "ngrams": "ngram_rows=0 layers.*.ngram=0",
-    "normalised": "ngram_ids=raw",  # n-gram hashes ignore case and accents
-    "rails": "slow_rate=0",  # momentum of two lengths
+    "normalised": "ngram_ids=raw",
+    "rails": "slow_rate=0",
     "pointer": "pointer_width=0",
     "averages": "tail=0 tail_average=0",
 }
-PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # kept by without=all
+PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
 # ---- When tables learn, and as long as head and embedding are one matrix -----------------------
 
-# A batch reads a given row of a table only a few times, so gradients of rows are noisy. Tables
+# Each batch uses a table row only a few times, so row gradients are noisy. Tables therefore
 # accumulate gradients over two steps, later over four, and Adam over two (records 39, 92: 22 M;
-# without=seldom). Until late in the run, head and embedding are one matrix with the gradients of
-# both uses; then they are trained separately (records 51, 53; without=tied).
+# without=seldom). Head and embedding share one matrix until late in training (records 51, 53;
+# without=tied).
 
 
 def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return how many steps the table update after each step accumulates; 0 means no update."""
+    """Return how many steps each step's table update accumulates; 0 means no update."""
     often, seldom = cfg.table_every
     has_changed = step >= cfg.table_change
     interval = np.where(has_changed, seldom, often)
@@ -1836,8 +1836,8 @@ def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def last_tied_step(cfg: Config) -> int:
-    """Return the last step with tied head and embedding (1175 in the record). It ends with an Adam
-    update, so that no update mixes gradients of tied and untied steps."""
+    """Return the last step with tied head and embedding (1175 in the record). Adam updates after
+    this step, so tied and untied gradients are not mixed."""
     step = round(cfg.tied * (cfg.steps - cfg.extension))
     while (step + 1) % cfg.adam_every:
         step += 1
@@ -1845,16 +1845,16 @@ def last_tied_step(cfg: Config) -> int:
 
 
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """Do an update_step with tied head and embedding: the gradients of both are summed."""
+    """Run update_step with tied head and embedding, on the sum of their gradients."""
     due = dict(due)
-    due["head"] = due["head"] + due.pop("embed")  # joins two tuples; update_step sums the entries
+    due["head"] = due["head"] + due.pop("embed")  # concatenates tuples, to be summed
     state, copies, norms = update_step(cfg, kernels, state, due, hyper)
     copies["embed"] = copies["head"]
     return tie(state), copies, norms
 
 
 def tie(state):
-    """Return the training state with the head's weights, moments and average for the embedding."""
+    """Return the training state with the head's arrays used for the embedding as well."""
     tied = {}
     for kind, arrays in state.items():
         tied[kind] = dict(arrays)
@@ -1865,31 +1865,30 @@ def tie(state):
 
 # ---- Rotation that follows the windows -----------------------------------------------------------
 
-# Attention windows start short, which makes early steps cheap, and grow from stage to stage
-# (records 13, 20, 31: 65 M; without=windows). The model has learned to use the rotation within one
-# window. For a larger window YaRN (Peng et al. 2023) lowers the low frequencies, and raises the
-# scale of q k^T to keep attention over more keys as sharp.
+# Attention windows start short to make early steps cheap, and grow at each stage (records 13, 20,
+# 31: 65 M; without=windows). When a window grows, YaRN (Peng et al. 2023) lowers the low rotation
+# frequencies, to keep angles in the range that the model has learned. It also raises the scale of q
+# k^T, to keep attention over more keys sharp.
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return `rotation` for each stage: (frequencies float32 [2, rotating pairs], scales of q k^T
-    [2]) of short and long layers, adjusted to the growth of their windows."""
+    """Return, for each stage, the rotation frequencies (float32 [2, pairs]) and q k^T scales [2] of
+    short and long layers."""
     rotations = [rotation(cfg)]
     for before, after in itertools.pairwise(cfg.stages):
         freqs, scales = (x.copy() for x in rotations[-1])
         for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
             freqs[i] = stretched(freqs[i], old, new)
-            # YaRN scales q and k by 1 + 0.1 log(new / old) each; upstream uses 0.2 for q k^T.
+            # YaRN scales both q and k by 1 + 0.1 log(new / old). Upstream scales q k^T, with 0.2.
             scales[i] *= 1 + 0.2 * math.log(new / old)
         rotations.append((freqs, scales))
     return rotations
 
 
 def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
-    """Return rotation frequencies for a window that has grown from `old` to `new` tokens. A pair
-    that completes at most one rotation (YaRN's alpha) within the old window slows down by old /
-    new. A pair that completes 32 (YaRN's beta) or more keeps its frequency; pairs in between are
-    interpolated. All in float32, as upstream."""
+    """Return rotation frequencies (float32) for a window that grows from `old` to `new` tokens. As
+    in YaRN, pairs with at most 1 rotation per old window slow down by old / new, pairs with at
+    least 32 rotations do not change, and pairs in between are interpolated."""
     turns = old * freqs / np.float32(2 * math.pi)
     kept = np.clip((turns - 1) / (32 - 1), 0, 1)
     slower = old / new
@@ -1898,23 +1897,22 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
 
 # ---- Averages of the last weights ----------------------------------------------------------------
 
-# The learning rate stays high to the end; averaging the last weights reduces noise, as lower rates
-# would (record 92: 3.8 s; without=averages). Averages are arrays of the training state. During the
-# last steps they follow their parameters (`follow`), at the average_rates. After the last step
-# parameters move towards their averages (`move_to_averages`).
+# Averaging the last weights reduces noise, so the learning rate can stay high (record 92: 3.8 s;
+# without=averages). `follow` updates the averages during the last steps. After the last step,
+# `move_to_averages` moves the weights towards them.
 
 
 class Average(NamedTuple):
-    """A kind of average, and the parameters that have it."""
+    """A weight average and its parameters."""
 
-    length: str  # name of the setting with the number of last steps that are averaged
-    updated_by: str  # Param.updated_by of the parameters
-    shares: dict[str, float]  # name of a parameter -> share of the way to its average
-    rescaled: bool = True  # after all moves a parameter gets back the norm it had
+    length: str  # setting with the number of steps to average
+    updated_by: str  # Param.updated_by of its parameters
+    shares: dict[str, float]  # parameter -> fraction of the way to its average
+    rescaled: bool = True  # restore each parameter's norm
 
 
-# In the order of the moves, and of average_rates. v, o and MLPs move all the way to `average`, and
-# from there towards bank_ema, by less than q and k (upstream's numbers, without a reason).
+# Parameters move in this order. v, o and MLPs first move to `average`, then towards bank_ema by
+# less than q and k (upstream's numbers).
 TO_BANK_EMA = 0.55 - 0.2007
 AVERAGES = {
     "ema": Average("tail", "adam", {"head": 0.65, "embed": 0.65}),
@@ -1926,13 +1924,13 @@ AVERAGES = {
         {"qk_bank": 0.55, "vo_bank": TO_BANK_EMA, "v_bank": TO_BANK_EMA, "mlp_bank": TO_BANK_EMA},
     ),
 }
-AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
-AVERAGE_MEMORY = 0.212  # horizon of `average` and value_average, as a share of tail_average
+AVERAGE_EVERY = 4  # steps between updates of a matrix average
+AVERAGE_MEMORY = 0.212  # horizon of `average` and value_average, relative to tail_average
 
 
 def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
-    """Return param_table with the fields `averages` and `rescaled` of each parameter. A parameter
-    has no average of a kind that expects updates at other steps."""
+    """Return the parameter table with `averages` and `rescaled` filled in. An average applies only
+    to parameters with the same `updated_by`."""
     completed = {}
     for name, row in table.items():
         averages = []
@@ -1946,17 +1944,16 @@ def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
 
 
 def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
-    """Return the rates [steps, 4] of AVERAGES: average += rate * (weight - average) after a step.
-    Rate 0 leaves an average unchanged. Its first other rate is 1: it starts as the weight."""
+    """Return rates [steps, 4] for AVERAGES: average += rate * (weight - average) after each step.
+    The first nonzero rate is 1, to initialize the average."""
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
     in_average = left < cfg.tail_average
     is_fourth = left % AVERAGE_EVERY == 0
-    # `ema` starts with the weights of the first step of the tail. They may come from an Adam step
-    # before the tail.
+    # `ema` starts with the weights of the tail's first step, possibly from an earlier Adam update.
     ema_due = adam_due & (left + 1 < cfg.tail + cfg.adam_every)
-    # Upstream also updates bank_ema at the last step but one, probably by accident.
+    # Upstream also updates bank_ema at the second-to-last step, probably by accident.
     bank_due = (left < cfg.tail) & (is_fourth | (left == 1))
-    # One update of `ema` replaces the n updates until the next Adam step: 1 - (1 - rate)^n.
+    # Merge the n updates until the next Adam step into one: 1 - (1 - rate)^n.
     n = np.minimum(cfg.adam_every, left + 1)
     memory = AVERAGE_MEMORY * max(cfg.tail_average, 1)
     average_rate = min(AVERAGE_EVERY / memory, 1)
@@ -1972,8 +1969,8 @@ def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
 
 
 def follow(state, name: str, row: Param, hyper: Hyper):
-    """Update the averages of a parameter in `state`, in place, after an update of the parameter.
-    This also runs while the rates are 0, so that all steps can use the same program."""
+    """Update the averages of a parameter in `state`, in place. This runs even while rates are 0, so
+    that all steps share one compiled program."""
     kinds = list(AVERAGES)
     for kind, _ in row.averages:
         rate = hyper.average_rates[kinds.index(kind)]
@@ -1983,9 +1980,9 @@ def follow(state, name: str, row: Param, hyper: Hyper):
 
 
 def move_to_averages(cfg: Config, state) -> dict:
-    """Return the weights to validate: the last weights, moved towards their averages. Averages have
-    less noise than the weights, and so a smaller norm. Logits and the residual stream depend on the
-    norm, so `rescaled` parameters get back the norm they had."""
+    """Return the weights to validate: the last weights moved towards their averages. Averaging
+    shrinks norms, which would change logits and the residual stream, so `rescaled` parameters keep
+    their norm."""
 
     def length(x):
         square = lax.psum(jnp.sum(jnp.square(x)), AXIS)
@@ -2008,16 +2005,15 @@ def move_to_averages(cfg: Config, state) -> dict:
 
 # ---- Losses on more than the next token, and a sampled softmax ----------------------------------
 
-# Early in training the model also predicts tokens after the next one (targets_ahead; record 53:
-# 21 M, together with untying head and embedding; without=ahead). If the next token is
-# " interaction", its prefix " interact" is a target too (record 88: 4 M; without=prefix). The
-# softmax of a row runs over candidates (the row's targets and a sample of other ids) instead of all
-# 50,304 ids (record 92: 8.4 s; without=candidates).
+# Early in training the model also predicts later tokens (record 53: 21 M, including untied head and
+# embedding; without=ahead) and the next token's longest prefix, such as " interact" for "
+# interaction" (record 88: 4 M; without=prefix). The softmax of each row covers its targets and a
+# sample of other ids instead of all 50,304 ids (record 92: 8.4 s; without=candidates).
 
 
 def loss_weights(cfg: Config) -> np.ndarray:
-    """Return the weights [steps, k] of the losses on the next token, the one after it, and so on.
-    They change linearly within a stage. Stages with fewer than k weights are padded with 0."""
+    """Return loss weights [steps, k] for the next k tokens, interpolated within each stage and
+    padded with 0."""
     most = max(len(stage.weights) for stage in cfg.stages)
 
     def padded(weights):
@@ -2032,10 +2028,10 @@ def loss_weights(cfg: Config) -> np.ndarray:
 
 
 class Vocabulary(NamedTuple):
-    """Two tables over all token ids."""
+    """Tables indexed by token id."""
 
-    prefix_v: np.ndarray  # int32: id of the token's longest prefix that is a token; -1 if none
-    hashed_v: np.ndarray  # uint16: id that represents the token in n-gram hashes
+    prefix_v: np.ndarray  # int32, longest proper prefix that is also a token; -1 if none
+    hashed_v: np.ndarray  # uint16, id that n-gram hashes use for the token
 
 
 def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
@@ -2048,7 +2044,7 @@ def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
 
 
 def prefix_table(words: list[bytes], vocab_size: int) -> np.ndarray:
-    """Return int32 [v]: the longest proper prefix of each word that is also a word, or -1."""
+    """Return int32 [v], the id of each word's longest proper prefix that is also a word, or -1."""
     table = np.full(vocab_size, -1, np.int32)
     id_of = {word: i for i, word in enumerate(words)}
     for word, i in id_of.items():
@@ -2061,7 +2057,7 @@ def prefix_table(words: list[bytes], vocab_size: int) -> np.ndarray:
 
 
 def batch_aims(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Aims, tuple[int, ...]]:
-    """Return (Aims of rows [b, t+1], next offset of each row): row_aims of every row."""
+    """Apply row_aims to each row of [b, t+1]. Return (stacked Aims, next offset of each row)."""
     pairs = zip(tokens, offsets, strict=True)
     results = [row_aims(row, offset, count, prefix_v, required) for row, offset in pairs]
     rows, next_offsets = zip(*results, strict=True)
@@ -2069,31 +2065,28 @@ def batch_aims(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Aims
 
 
 def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims, int]:
-    """Return (Aims of one row of t+1 tokens, without axis b; next offset of its walk). `count` is
-    the number of candidates; 0 uses the whole vocabulary. Candidates include targets and `required`
-    ids."""
+    """Return (Aims without axis b, next offset) for one row of t+1 tokens. Candidates include
+    targets and `required` ids. With count=0 the softmax uses the full vocabulary."""
     targets_t = row[1:].astype(np.int32)
     prefixes_t = prefix_v[targets_t]
     if not count:
         return Aims(np.empty(0, np.int32), targets_t, prefixes_t), offset
     included = np.append(targets_t, np.array(required, np.int32))
     ids, offset = candidates(included, offset, count, len(prefix_v))
-    # Position of each id among the candidates, or -1. The extra entry is for prefixes of -1.
+    # Index of each id among the candidates, or -1. The extra last entry is for prefixes of -1.
     place_v = np.full(len(prefix_v) + 1, -1, np.int32)
     place_v[ids] = np.arange(count)
     return Aims(ids.astype(np.int32), place_v[targets_t], place_v[prefixes_t]), offset
 
 
-STRIDE = 20011  # coprime to the vocabulary size, so that the walk visits every id
+STRIDE = 20011  # coprime to the vocabulary size, so the walk visits every id
 
 
 def candidates(included, offset: int, count: int, vocab_size: int):
-    """Return (`count` ids in ascending order, next offset): the sampled softmax of record 92.
-
-    These are the `included` ids, filled up by a cyclic walk through the vocabulary, which starts at
-    `offset` and takes every 20011th id. Most ids are no target of the row, but cost as much as one.
-    The loss over a sample is too low: it jumps when the last stages use the whole vocabulary.
-    Raises UserError if more than `count` ids are included."""
+    """Return (`count` sorted ids, next offset) for the sampled softmax of record 92: the `included`
+    ids and a cyclic walk through the vocabulary, from `offset` in steps of STRIDE. The sampled loss
+    is too low, so it jumps when the last stages use the full vocabulary. Raise UserError if
+    `included` has more than `count` distinct ids."""
     is_chosen = np.zeros(vocab_size, bool)
     is_chosen[included] = True
     different = np.count_nonzero(is_chosen)
@@ -2101,10 +2094,10 @@ def candidates(included, offset: int, count: int, vocab_size: int):
     need(different <= count, f"{too_many}: raise --set stages.N.candidates=")
     missing = count - different
     if missing:
-        draw = min(vocab_size, int(missing * 1.7) + 256)  # enough if up to 40 % are already chosen
+        draw = min(vocab_size, int(missing * 1.7) + 256)  # enough if at most 40% are already chosen
         walk = np.arange(offset, offset + draw) * STRIDE % vocab_size
         others = walk[~is_chosen[walk]]
-        if len(others) < missing:  # too few after all: take ids from all that are left
+        if len(others) < missing:  # rare: sample the rest evenly
             free = np.flatnonzero(~is_chosen)
             others = free[:: max(1, len(free) // missing)]
         is_chosen[others[:missing]] = True
@@ -2114,33 +2107,30 @@ def candidates(included, offset: int, count: int, vocab_size: int):
 
 # ---- A pointer to earlier tokens -----------------------------------------------------------------
 
-# The next token has often occurred before (pull request 379 of modded-nanogpt: 144 steps; the
-# mixture with a sink is from Merity et al. 2016; without=pointer). Three steps:
-#     1. the softmax has one more id, `<copy>` (real_tokens, the first id that is no token), and
-#        gives it a probability a
-#     2. one more attention, on the final hidden states, splits a among earlier tokens and a learned
-#        key, the sink
-#     3. the share of the sink returns to the other ids of the softmax
-# Only the loss on the next token uses this mixture. Losses on later tokens and on prefixes are the
-# softmax's, with `<copy>` among its ids.
+# The model can copy the next token from earlier text (pull request 379: 144 steps; sink from Merity
+# et al. 2016; without=pointer):
+#     1. the softmax gives probability a to an extra id, `<copy>` (real_tokens, the first unused id)
+#     2. attention on the final hidden states splits a between earlier tokens and a learned sink key
+#     3. the sink's share returns to the other ids of the softmax
+# Only the next-token loss uses this mixture.
 
 
 class PointerQueries(NamedTuple):
-    """Queries of the pointer, with axes [b, t] or [t]."""
+    """Queries of the pointer, with leading axes [b, t] or [t]."""
 
-    q: jax.Array  # [..., h] normed and multiplied by the scale of scores
+    q: jax.Array  # [..., h], normalized and scaled
     sink: jax.Array  # float32, score of the sink
-    next_token: jax.Array  # int32, token after the query: the one to point at
-    segment: jax.Array  # int32 segment id, at least 1; -1 for padding
+    next_token: jax.Array  # int32, the token to point at
+    segment: jax.Array  # int32 segment id; -1 for padding
     position: jax.Array  # int32 position in the row
 
 
 class PointerKeys(NamedTuple):
-    """Keys of the pointer, with axes [b, t] or [s]."""
+    """Keys of the pointer, with leading axes [b, t] or [s]."""
 
-    k: jax.Array  # [..., h] normed
-    token: jax.Array  # int32 token at the key
-    segment: jax.Array  # int32 segment id, at least 1; -1 for padding
+    k: jax.Array  # [..., h], normalized
+    token: jax.Array  # int32, the token at this position
+    segment: jax.Array  # int32 segment id; -1 for padding
     position: jax.Array  # int32 position in the row
 
 
@@ -2155,12 +2145,12 @@ def pointer_params(cfg: Config) -> dict[str, Param]:
 
 
 def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
-    """Return (features, targets, weights, pointer_chances) for the loss, [b, t, ...] each. `<copy>`
-    becomes the last target of every token, with weight 0: mix_pointed needs its loss."""
+    """Return (features, targets, weights, pointer_chances) for the loss, each [b, t, ...]. `<copy>`
+    becomes the last target, with weight 0, because mix_pointed needs its loss."""
     ids = rows.aims.candidates
     copy_id = model.cfg.real_tokens
     copy_b1 = jnp.full((1, 1), copy_id)
-    if ids.size:  # position among the candidates of each row
+    if ids.size:  # index among each row's candidates
         copy_b1 = jnp.argmax(ids == copy_id, axis=1)[:, None]
     b, t, _ = targets.shape
     copy_bt1 = jnp.broadcast_to(copy_b1[..., None], (b, t, 1))
@@ -2170,15 +2160,14 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
     return x_btd, targets, weights, pointer_chances(model, rows, x_btd)
 
 
-# Scores of 2048 queries at once would not fit in the VMEM of a TPU v6e (predicted).
+# The scores of 2048 queries probably do not fit into TPU v6e VMEM.
 QUERIES_AT_ONCE = 1024
 
 
 def pointer_chances(model: Model, rows: Rows, x_btd):
-    """Return the pointer's probabilities for each token, float32 [b, t, 2]. Entry 0 is the sum over
-    earlier tokens equal to the next token, entry 1 is the sink. A token sees the tokens before it
-    in its segment, back to the start of the previous block. Blocks have pointer_reach tokens and
-    are counted from the start of the row."""
+    """Return the probabilities that the pointer gives to the next token (all earlier occurrences)
+    and to the sink, float32 [b, t, 2]. A token sees earlier tokens of its segment, in its own block
+    of pointer_reach tokens and in the previous block."""
     b, t, _ = x_btd.shape
     training_reach, validation_reach = model.cfg.pointer_reach
     size = min(t, training_reach if model.stage else validation_reach)
@@ -2193,7 +2182,7 @@ def pointer_chances(model: Model, rows: Rows, x_btd):
         parts = []
         for start in range(0, size, QUERIES_AT_ONCE):
             stop = min(start + QUERIES_AT_ONCE, size)
-            earlier_keys = cut(keys, 0, past + stop)  # and some later ones, which have no score
+            earlier_keys = cut(keys, 0, past + stop)  # later keys are masked
             parts.append(point(cut(queries, start, stop), earlier_keys))
         return jnp.concatenate(parts)
 
@@ -2205,14 +2194,14 @@ def pointer_chances(model: Model, rows: Rows, x_btd):
 
 
 def is_reduction(primitive, *_, **__) -> bool:
-    """A jax.checkpoint policy: keep sums and maxima [t] for the backward pass, recompute scores. An
-    array [t, s] of all blocks would take up to 0.8 GB for a row of 49,152 tokens."""
+    """Return True for sums and maxima, so that jax.checkpoint recomputes the scores [t, s]. They
+    would take up to 0.8 GB for a row of 49,152 tokens."""
     return primitive.name in ("reduce_sum", "reduce_max")
 
 
 def token_blocks(x, size: int, past: int = 0):
-    """Cut rows [b, t, ...] into blocks of `size` tokens: [b * blocks, past + size, ...]. With
-    past=size each block also has the previous block of its row, in front. Padding is -1."""
+    """Split rows [b, t, ...] into blocks [b * blocks, past + size, ...]. `past` is 0, or `size` to
+    include the previous block. Padding is -1."""
     b, t, *rest = x.shape
 
     def padded(x, before: int, after: int):
@@ -2229,8 +2218,8 @@ def token_blocks(x, size: int, past: int = 0):
 
 
 def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, PointerKeys]:
-    """Return the queries and keys of all tokens, from the final hidden states [b, t, d]. The
-    authors report that scores blew up without the norms."""
+    """Return all queries and keys, from the final hidden states [b, t, d]. The authors report that
+    scores blew up without norms."""
     cfg, params = model.cfg, model.params
     w_qk = params["pointer_qk"].astype(x_btd.dtype).reshape(-1, cfg.width)
     qk = x_btd @ w_qk.T
@@ -2248,7 +2237,7 @@ def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, Poi
 
 
 def point(queries: PointerQueries, keys: PointerKeys):
-    """Return pointer_chances [t, 2] of queries [t, ...]: a softmax over keys [s, ...] and sink."""
+    """Return pointer_chances [t, 2], from a softmax over keys [s, ...] and the sink."""
     scores_ts = pointer_scores(queries, keys)
     is_next_ts = queries.next_token[:, None] == keys.token[None]
     most_t = jnp.maximum(jnp.max(scores_ts, axis=1), queries.sink)
@@ -2261,8 +2250,7 @@ def point(queries: PointerQueries, keys: PointerKeys):
 
 
 def pointer_scores(queries: PointerQueries, keys: PointerKeys):
-    """Return the scores of keys [s] for queries [t], float32 [t, s]; -inf if not visible. A query
-    sees earlier tokens of its segment. The first one in a segment has only the sink."""
+    """Return scores, float32 [t, s]; -inf unless the key is earlier in the same segment."""
     scores_ts = scores_product(queries.q, keys.k)
     in_segment_ts = queries.segment[:, None] == keys.segment[None]
     is_earlier_ts = queries.position[:, None] > keys.position[None]
@@ -2271,8 +2259,8 @@ def pointer_scores(queries: PointerQueries, keys: PointerKeys):
 
 @jax.custom_gradient
 def scores_product(q, k):
-    """Return q k^T, float32 [t, s]. The backward pass rounds the gradient of the result to q's
-    dtype: with float32, its two products would be slower."""
+    """Return q k^T, float32 [t, s]. The backward pass casts gradients to q's dtype for faster
+    matmuls."""
 
     def factor_gradients(grad_ts):
         grad_ts = grad_ts.astype(q.dtype)
@@ -2282,15 +2270,14 @@ def scores_product(q, k):
 
 
 def mix_pointed(losses, pointed):
-    """Return losses [t, targets], with the first one replaced by the loss of the mixture.
+    """Return losses [t, targets], with the next-token loss replaced by the loss of the mixture.
 
-    `losses` are the softmax's: first on the next token (probability p), last on `<copy>` (a).
-    `pointed` [t, 2] is pointer_chances (next, sink). The mixture is
+    `losses` come from the softmax: first the next token (probability p), last `<copy>` (a).
+    `pointed` [t, 2] is pointer_chances (next, sink). In the mixture, the next token has the
+    probability
         p / (1 - a) * (1 - a + a sink)  +  a next   =   p (1 + a sink / (1 - a)) + a next
-    p / (1 - a) is the softmax without `<copy>`. The pointer distributes a: to tokens, or through
-    its sink back to the softmax. Probabilities are clipped at 1e-30, below what capped logits give.
-    (The authors add 1e-9 instead. Their probabilities sum to more than 1, and no loss exceeds
-    20.7.)"""
+    where p / (1 - a) is the softmax without `<copy>`. Probabilities are clipped at 1e-30. (The
+    authors add 1e-9, so their probabilities sum to more than 1.)"""
     next_t = pointed[:, 0]
     sink_t = pointed[:, 1]
     chance_t = jnp.exp(-losses[:, 0])  # p
@@ -2304,28 +2291,27 @@ def mix_pointed(losses, pointed):
 
 # ---- A table of hashed n-grams -------------------------------------------------------------------
 
-# Each token gets a vector for its bigram and one for its trigram. Both are rows of a table of 42
-# million rows, sharded across devices; a hash picks the row (records 62, 92: 7.1 s;
-# without=ngrams). Random signs distinguish n-grams that share a row (record 83: 8 M;
-# without=signs). Hashes treat " The" like "the" (pull request 375: 15 steps; without=normalised).
+# Each token gets a vector for its bigram and one for its trigram, from a hashed table of 42 million
+# rows (records 62, 92: 7.1 s; without=ngrams). Random signs distinguish n-grams that share a row
+# (record 83: 8 M; without=signs). Hashes ignore case and accents (pull request 375: 15 steps;
+# without=normalised).
 #
-# How a batch gets its rows: the loader hashes the tokens of each device and lists the distinct rows
-# they need, grouped by the device that owns them (device_request has an example). A step exchanges
-# these requests and gets the rows (fetch_requests). Their gradients then return to the owners,
-# which sum the gradients of each row (sum_requests) and update it (adam_rows).
+# The loader lists the distinct rows that each device needs, grouped by the device that owns them
+# (device_request). A step exchanges these requests and the rows (fetch_requests). Owners sum the
+# gradients of each row (sum_requests) and update it (adam_rows).
 
 
 def ngram_params(cfg: Config) -> dict[str, Param]:
-    """The table [rows, d], initialized to zero, without a float32 master copy. Its first beta is 0
-    because adam_rows keeps no mean."""
+    """Return the zero-initialized table [rows, d], without a float32 master copy. Its first beta is
+    0 because adam_rows has no mean."""
     kinds = {"optimizer": "rows", "dtype": cfg.compute_dtype}
     return {NGRAMS: table_param(cfg, cfg.ngram_rows, 0.0, (0, 0.95), **kinds)}
 
 
 def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
-    """Return uint16 [v]: the smallest id with the same normal form, or the id itself without one.
-    " The", "the" and "THE" then share their n-grams, and fewer n-grams collide: GPT-2's 50,257 ids
-    become 32,980 (pull request 375)."""
+    """Return uint16 [v]: the smallest id with the same normal form, or the id itself if it has
+    none. This merges GPT-2's 50,257 ids into 32,980, so fewer n-grams collide (pull request
+    375)."""
     table = np.arange(vocab_size).astype(np.uint16)
     first = {}
     for i, word in enumerate(words):
@@ -2336,11 +2322,11 @@ def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
 
 
 def normal_form(word: bytes) -> str:
-    """Return a word in lower case, without accents, letter variants and surrounding white space; ""
-    if nothing remains or it is not valid UTF-8. Words of spaces, tabs and newlines give " "."""
+    """Return a word in lower case, without accents, letter variants and surrounding white space.
+    White space becomes " ", and invalid UTF-8 becomes ""."""
     try:
         text = word.decode()
-    except UnicodeDecodeError:  # part of a character
+    except UnicodeDecodeError:  # part of a multi-byte character
         return ""
     text = unicodedata.normalize("NFKD", text)  # accents become separate characters, category Mn
     letters = [c.lower() for c in text if unicodedata.category(c) != "Mn"]
@@ -2349,7 +2335,7 @@ def normal_form(word: bytes) -> str:
 
 
 def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
-    """Return (Rows, requests) with n-grams for this process's rows, in numpy."""
+    """Return (Rows, requests) with n-grams for this process's rows, as numpy arrays."""
     hashed = by_id.hashed_v[tokens[:, :-1]]
     mine = len(mesh.local_devices)
     requests, slots = request(cfg, hashed, mesh.size, mine)
@@ -2358,7 +2344,7 @@ def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
 
 def request(cfg: Config, hashed, devices: int, mine: int) -> tuple:
     """Return (requests [mine, devices, size], slots [b, 2, t]) for this process's rows `hashed`
-    [b, t], split evenly over its `mine` devices; see device_request."""
+    [b, t], split evenly over its `mine` devices."""
     tokens_of_device = hashed.size // mine
     size = capacity(tokens_of_device * devices, devices)
     of_device = functools.partial(device_request, cfg, devices=devices, size=size)
@@ -2371,30 +2357,29 @@ def request(cfg: Config, hashed, devices: int, mine: int) -> tuple:
 def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
     """Return int32 (requests [devices, size], slots [b, 2, t]) for a device's rows `hashed` [b, t].
 
-    requests[k] has the distinct table rows that the device needs from owner k, as indices into the
-    owner's shard, padded with the shard's length. Every owner returns `size` rows; slots has the
-    position of each token's bigram and trigram row among all returned rows. N-grams that do not fit
-    into the requests get slot 0: the row for trigrams without enough history, which every batch
-    requests and which `spread` maps to row 0.
+    requests[k] lists the distinct rows needed from owner k, as indices into its shard, padded with
+    the shard's length. slots has the index of each token's bigram and trigram row among all
+    returned rows, `size` from each owner. N-grams that do not fit are dropped: they get slot 0,
+    which is always the row for trigrams without enough history.
 
-    Example: 8 rows on two devices, so rows 0-3 are on device 0 and 4-7 on device 1; size 3.
+    Example with 8 rows on two devices (0-3 and 4-7) and size 3:
         tokens            1  4  1  4  4  4
-        bigram hashes     3  1  1  1  1  1   3: not enough history (ngram_hashes)
+        bigram hashes     3  1  1  1  1  1   3: not enough history
         trigram hashes    7  7  5  4  6  6   7: not enough history
-        bigram rows       4  6  6  6  6  6   (spread)
+        bigram rows       4  6  6  6  6  6
         trigram rows      0  0  2  3  1  1
-        requests[0]       0  1  2            rows 0, 1 and 2; row 3 does not fit
+        requests[0]       0  1  2            row 3 does not fit
         requests[1]       0  2  4            rows 4 and 6; padding
-        rows returned     0  1  2  4  6  7   at slots 0 to 5; padding is clipped to row 7
+        rows returned     0  1  2  4  6  7   padding is clipped to row 7
         bigram slots      3  4  4  4  4  4
-        trigram slots     0  0  2  0  1  1   the trigram of the fourth token was dropped
+        trigram slots     0  0  2  0  1  1   fourth token: dropped
     """
     owned = -(-cfg.ngram_rows // devices)  # rows per shard
     hashes = ngram_hashes(hashed, cfg.ngram_rows)
     rows = spread(hashes, cfg.ngram_rows)  # [2, b, t]
     distinct, index = np.unique(rows, return_inverse=True)
-    owner, row_of_shard = np.divmod(distinct, owned)  # ascending, because `distinct` is
-    first = np.searchsorted(owner, np.arange(devices))  # position of each owner's first row
+    owner, row_of_shard = np.divmod(distinct, owned)  # sorted, because `distinct` is sorted
+    first = np.searchsorted(owner, np.arange(devices))  # index of each owner's first row
     place = np.arange(len(owner)) - first[owner]
     fits = place < size
     requests = np.full((devices, size), owned, np.int32)
@@ -2406,10 +2391,10 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
 
 
 def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
-    """Return int32 [2, b, t]: the hash of each token's bigram, then of its trigram, below `rows`.
-    Bigrams use the first half of the table, trigrams the second (records 62, 92). The last number
-    of each half is for tokens without enough history. Bug-compatible with upstream: the bigram of a
-    row's second token is hashed with the number `last` instead of the first token."""
+    """Return int32 [2, b, t]: the hash of each token's bigram, in the first half of `rows`, and
+    trigram, in the second half (records 62, 92). The last number of each half means not enough
+    history. As in upstream (a bug), the bigram of a row's second token uses `last` instead of the
+    first token."""
     x2_bt, x1_bt, x_bt = last_tokens(np, x_bt)
     position = np.arange(x_bt.shape[1])[None]
     half = rows // 2
@@ -2423,8 +2408,8 @@ def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
 
 
 def last_tokens(xp, x_bt) -> tuple:
-    """Return int32 [b, t] three times: for each position the token two before it, the one before
-    it, and the token itself; 0 before the start of a row. `xp` is numpy or jax.numpy."""
+    """Return three int32 arrays [b, t]: the token two before, the token before, and the token
+    itself, or 0 before the row. `xp` is numpy or jax.numpy."""
     x_bt = x_bt.astype(xp.int32)
     padded = xp.pad(x_bt, [(0, 0), (2, 0)])
     x1_bt = padded[:, 1:-1]
@@ -2433,8 +2418,7 @@ def last_tokens(xp, x_bt) -> tuple:
 
 
 def hash_tokens(tokens: tuple, multipliers: tuple[int, ...]):
-    """Return the XOR of the int32 products of tokens and multipliers, which wrap around. All
-    multipliers are upstream's."""
+    """Return the XOR of tokens times upstream's multipliers, as wrapping int32 products."""
     hashed = multipliers[0] * tokens[0]
     for x_bt, multiplier in zip(tokens[1:], multipliers[1:], strict=True):
         hashed = hashed ^ (multiplier * x_bt)
@@ -2442,28 +2426,27 @@ def hash_tokens(tokens: tuple, multipliers: tuple[int, ...]):
 
 
 def spread(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Return the table row of each hash in `ids`, int64; hash rows - 1 (trigrams without enough
-    history) has row 0. Hashes of small ids are not uniform, because their products do not wrap
-    around; a multiplication spreads them evenly over the owners (Knuth 1973)."""
-    prime = 2_654_435_761  # about 2**32 over the golden ratio, and above any number of rows
+    """Return the table row of each hash in `ids`, int64. Hash rows - 1 (trigrams without enough
+    history) maps to row 0. Small ids give uneven hashes, because their products do not wrap around.
+    Multiplying by a prime spreads them over the owners (Knuth 1973)."""
+    prime = 2_654_435_761  # 2**32 / golden ratio; larger than any table
     return (rows - 1 - ids.astype(np.int64)) * prime % rows
 
 
 def capacity(batch_tokens: int, devices: int) -> int:
-    """Return how many rows of the n-gram table a device can request from each owner in a step. The
-    2t n-grams of a device's t tokens include up to 2t (1300 / t)^0.06 distinct ones in English text
-    (measured: records/NOTES.md). Owners have equal shares of them up to random variation, for which
-    five standard deviations are added."""
+    """Return how many n-gram rows a device can request from each owner per step. In English text, t
+    tokens have up to 2t (1300 / t)^0.06 distinct n-grams (measured: records/NOTES.md). Each owner
+    gets an equal share, with a margin of five standard deviations."""
     tokens = batch_tokens // devices
     distinct = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06)
     mean = distinct / devices
     most = mean + 5 * math.sqrt(mean)
-    return min(2 * tokens, math.ceil(most / 8) * 8)  # 2 * tokens always suffice
+    return min(2 * tokens, math.ceil(most / 8) * 8)  # 2 * tokens is always enough
 
 
 def sign_pool(cfg: Config, seed):
-    """Return random signs for n-grams, int8 [sign_rows, d]; they are drawn once and not trained."""
-    # 92 is arbitrary; init_state derives the keys of parameters from the same seed and their names.
+    """Return random n-gram signs, int8 [sign_rows, d], which are not trained."""
+    # 92 is arbitrary. init_state folds hashes of names into the same key.
     key = jax.random.fold_in(jax.random.key(seed), 92)
     return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
 
@@ -2477,9 +2460,9 @@ def ngram_vectors(model: Model, looked_up: dict, rows: Rows):
 
 
 def signed_sum(signs, ngrams, hashed_bt):
-    """Return the n-gram vector of each token [b, t, d]: the sum of its two rows, `ngrams`
-    [b, 2, t, d], times their signs. `signs` (sign_pool) may be None for no signs."""
-    # Split, not indexed: XLA would pad the gradient of each index to both rows, and add them.
+    """Return n-gram vectors [b, t, d]: the sum of each token's two rows, `ngrams` [b, 2, t, d],
+    times their signs. `signs` is sign_pool or None."""
+    # With indexing, XLA would pad the gradient of each half to full size.
     bigrams, trigrams = jnp.split(ngrams, 2, axis=1)
     bigrams_btd = bigrams[:, 0]
     trigrams_btd = trigrams[:, 0]
@@ -2492,11 +2475,9 @@ def signed_sum(signs, ngrams, hashed_bt):
 
 
 def sign_ids(x_bt, rows: int):
-    """Return rows of sign_pool for each token's bigram and trigram, int32 [2, b, t]; row 0 if there
-    is not enough history. `rows` is a power of two.
-
-    The multipliers differ from those in ngram_hashes, so n-grams that share a row of the table
-    rarely have the same signs: each is zero-mean noise for the other (record 83)."""
+    """Return rows of sign_pool for each token's bigram and trigram, int32 [2, b, t]; 0 without
+    enough history. `rows` is a power of two. The multipliers differ from ngram_hashes, so n-grams
+    that share a table row rarely share signs (record 83)."""
     x2_bt, x1_bt, x_bt = last_tokens(jnp, x_bt)
     position = jnp.arange(x_bt.shape[1])[None]
     bigram = hash_tokens((x1_bt, x_bt), (30011, 48271))
@@ -2507,10 +2488,9 @@ def sign_ids(x_bt, rows: int):
 
 
 def ngram_dropout(model: Model, ngrams, tokens):
-    """Return `ngrams` [b, 2, t, d] with a fraction cfg.ngram_drop of the rows set to zero and the
-    others scaled up to keep the mean: dropout in training, against memorizing a text over several
-    epochs. The mask depends on the step, the seed and the `tokens` [t + 1] of each batch row, not
-    on the number of devices (except if rows are shortened for more devices)."""
+    """Return `ngrams` [b, 2, t, d] with dropout at rate cfg.ngram_drop, against memorization over
+    several epochs. The mask depends on the step, the seed and each row's `tokens` [t + 1], not on
+    the number of devices."""
     kept = 1 - model.cfg.ngram_drop
     of_step = jax.random.key(model.hyper.drop_seed.astype(jnp.uint32))
 
@@ -2523,13 +2503,13 @@ def ngram_dropout(model: Model, ngrams, tokens):
 
 
 def exchange(x):
-    """Send part k of x [devices, ...] to device k; part j of the result comes from device j."""
+    """Send part k of x [devices, ...] to device k, and return the parts received."""
     return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
 
 
 def fetch_requests(table, batch: Batch) -> tuple:
-    """Exchange requests and rows of `table`, this device's shard: return (requests to this device
-    [devices, size], {NGRAMS: rows that this device has requested [devices * size, d]})."""
+    """Exchange requests and rows of `table`, this device's shard. Return (requests received
+    [devices, size], {NGRAMS: rows received [devices * size, d]})."""
     requested = exchange(batch.requests[0])
     rows = table.at[requested].get(mode="clip")  # padding is clipped to the last row
     rows = exchange(rows).reshape(-1, table.shape[1])
@@ -2537,62 +2517,56 @@ def fetch_requests(table, batch: Batch) -> tuple:
 
 
 def send_to_owners(requested, grads, numbers) -> tuple:
-    """Send the gradients of the rows that this device has fetched to the devices that own them:
-    return (`numbers`, (ids, gradients) that arrive for this device's shard).
-
-    The barrier delays the exchange until the sums `numbers` are there. Otherwise the loss would
-    wait."""
+    """Send the gradients of fetched rows to their owners. Return (`numbers`, (ids, gradients)
+    received). The barrier delays the exchange until `numbers` are computed, so that the loss does
+    not wait for it."""
     grads = grads.reshape(*requested.shape, -1)
     numbers, grads = lax.optimization_barrier((numbers, grads))
     return numbers, (requested, exchange(grads))
 
 
 def dropped_ngrams(slots):
-    """Return how many n-grams of a device did not fit into its requests: n-grams with slot 0,
-    except for the trigrams of a row's first two tokens."""
+    """Return the number of dropped n-grams: slots of 0, except for trigrams of each row's first two
+    tokens."""
     without_history = slots[:, 1, :2].size
     return jnp.sum(slots == 0, dtype=jnp.float32) - without_history
 
 
 def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows: Callable):
-    """Take one Adam step on this device's shard of the table: return (table, mean square of each
-    row, sum of all squared gradients).
-
-    `waiting` has, for each step since the last update, the requested rows [devices, n] and their
-    gradients [devices, n, d]. Sorting puts requests for the same row together."""
+    """Take one Adam step on this device's shard of the table. Return (table, mean square of each
+    row, sum of squared gradients). `waiting` has the requested rows [devices, n] and gradients
+    [devices, n, d] of each step since the last update."""
     requested, grads = zip(*waiting, strict=True)
     ids = jnp.concatenate([x.reshape(-1) for x in requested])
     grads = [x.reshape(-1, x.shape[-1]) for x in grads]
     places = jnp.arange(len(ids))
     ids, order = lax.sort((ids, places), num_keys=1)
     _, beta = rates.betas
-    square = beta * square  # decays for every row, requested or not
+    square = beta * square  # decays for all rows
     update = functools.partial(update_part, rates, add_rows)
     before = table, square, jnp.float32(0)
-    if len(ids) > cfg.rows_at_once:  # Part V: the same with less memory
-        most_equal = sum(map(len, requested))  # once per device and step
+    if len(ids) > cfg.rows_at_once:  # Part V: same result with less memory
+        most_equal = sum(map(len, requested))  # at most one request per device and step
         return update_in_parts(update, before, ids, order, grads, (cfg.rows_at_once, most_equal))
     return update(before, ids, jnp.concatenate(grads)[order], len(ids))
 
 
 def update_part(rates: AdamRates, add_rows: Callable, so_far: tuple, ids, grads, count):
-    """Update the rows of the first `count` requests, ascending `ids` [r] with gradients [r, d], in
-    `so_far`: (table, mean square of each row, sum of all squared gradients). `count` is less than r
-    only in update_in_parts."""
+    """Update the rows of the first `count` sorted `ids` [r], with gradients [r, d]. `so_far` is
+    (table, mean square of each row, sum of squared gradients). Only update_in_parts passes count <
+    r."""
     table, square, total = so_far
     rows = len(table)
     ids, sums = sum_requests(ids, grads, count, rows, add_rows)
     table, square = adam_rows(table, square, ids, sums, rates)
-    sums = jnp.where(ids[:, None] < rows, sums, 0)  # without sums of other parts
+    sums = jnp.where(ids[:, None] < rows, sums, 0)  # exclude other parts
     return table, square, total + jnp.sum(sums * sums)
 
 
 def sum_requests(ids, grads, count, rows: int, add_rows: Callable):
-    """Sum the gradients [r, d] of equal `ids` [r], which ascend, for adam_rows: return (distinct
-    ids [r], sums float32 [r, d]).
-
-    Unused places, and ids after the first `count`, get padding ids from `rows` on, all different
-    (adam_rows promises XLA unique ids): ids 3 3 7 give 3, 7, rows + 2."""
+    """Sum the gradients [r, d] of equal ids in the sorted `ids` [r]. Return (distinct ids [r], sums
+    float32 [r, d]). Ids after the first `count` are ignored. Padding ids, from `rows` on, are
+    distinct too, because adam_rows promises XLA unique ids: 3 3 7 gives 3, 7, rows + 2."""
     places = jnp.arange(len(ids))
     is_new = jnp.diff(ids, prepend=-1) != 0
     group = jnp.cumsum(is_new) - 1  # index among the distinct ids
@@ -2604,13 +2578,12 @@ def sum_requests(ids, grads, count, rows: int, add_rows: Callable):
 
 
 def adam_rows(table, square, ids, grad, rates: AdamRates):
-    """Take one Adam step on the requested rows: return (table, mean square of each row).
+    """Take one Adam step on the requested rows. Return (table, mean square of each row).
 
-    Adam has no mean here, and one second moment per row (record 92): two moments per element would
-    take 260 GB. `ids` int32 [r] are distinct rows of this device's shard with summed gradients
-    `grad` [r, d]; ids from len(table) on are padding. Other rows do not change; all mean squares
-    have already decayed. The table has no float32 master copy. Changes are added instead of
-    assigned, because a v6e's SparseCores can only add."""
+    Adam has no mean here, and one second moment per row (record 92). Two moments per element would
+    take 260 GB. `ids` int32 [r] are distinct rows of this shard, or padding from len(table) on;
+    `grad` [r, d] has their summed gradients. Mean squares have already decayed. Changes are added
+    because a v6e's SparseCores cannot assign."""
     _, beta = rates.betas
     increase = (1 - beta) * jnp.mean(jnp.square(grad), axis=1)
     mean_square = square.at[ids].get(mode="clip") + increase
@@ -2630,17 +2603,17 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
 
 # ---- Value tables, smear, weights of branches ----------------------------------------------------
 
-# Some layers have a table with a value vector per token id, added to v (record 14: 115 M;
-# without=values) with a gate per head (record 55: 9 M; without=value_gates). Smear adds a part of
-# the previous token's embedding (record 34; without=smear). Learned factors weight q, k, v, o and
-# the branches of each layer (records 47, 48, 73: 12 M; without=lambdas).
+# Some layers add a value vector per token id to v (record 14: 115 M; without=values), with a gate
+# per head (record 55: 9 M; without=value_gates). Smear adds a fraction of the previous token's
+# embedding (record 34; without=smear). Learned factors scale q, k, v, o, the residual stream and
+# layer outputs (records 47, 48, 73: 12 M; without=lambdas).
 
-GATE_INPUTS = 12  # number of features that smear and value gates read (record 28: 12 suffice)
+GATE_INPUTS = 12  # features that smear and value gates read (record 28)
 
 
 def value_params(cfg: Config) -> dict[str, Param]:
-    """Return the value tables of all layers, stacked [layers * v, d], and the weights of their
-    gates. A layer with MUDD has no weights here, since mudd_values weights its table."""
+    """Return the stacked value tables [layers * v, d] and their gate weights. In a layer with MUDD,
+    mudd_values weights the table instead."""
     layers = cfg.layers_with("values")
     gated = [i for i in layers if not cfg.layers[i].mudd]
     rows = len(layers) * cfg.vocab
@@ -2652,7 +2625,7 @@ def value_params(cfg: Config) -> dict[str, Param]:
 
 
 def smear_params(cfg: Config) -> dict[str, Param]:
-    """Return the weights of the gate [1, features], and its largest value."""
+    """Return the weights [1, features] and the maximum of the gate."""
     return {
         "smear_gate": small_param(cfg, (1, GATE_INPUTS), 0.0, 0.01),
         "smear_lambda": small_param(cfg, (1,), 0.0, 5),
@@ -2663,34 +2636,33 @@ def lambda_params(cfg: Config) -> dict[str, Param]:
     """Return the learned factors of each layer."""
     layers = len(cfg.layers)
     return {
-        # On the stream before attention and before the MLP: 1.1 per layer at first, as upstream.
+        # Scale the stream before attention and before the MLP, by 1.1 per layer at first.
         "resid_lambdas": small_param(cfg, (layers, 2), math.sqrt(1.1), 5, mixes=True),
-        # On the outputs of attention and MLP.
+        # Scale the outputs of attention and MLP.
         "post_lambdas": small_param(cfg, (layers, 2), 1.0, 1, mixes=True),
-        # On q, k and v; QK norm cancels it in q and k.
+        # Scales q, k and v; QK norm cancels it in q and k.
         "qkv_lambda": small_param(cfg, (layers,), 0.5, 5),
         "o_lambda": small_param(cfg, (layers,), 1.0, 5),
     }
 
 
 def gated_values(model: Model, i: int, x_btd, looked_up: dict) -> tuple:
-    """Return (value vectors [b, t, d], gate per head [b, t, n]) of layer `i`, see HeadInputs.added.
-
-    A gate is twice the sigmoid of a weighted sum of a few features of the normed input `x_btd` and
-    of the value vector (value residual: Zhou et al. 2024)."""
+    """Return (value vectors [b, t, d], gates [b, t, n]) of layer `i` for HeadInputs.added. Gates
+    read a few features of the normalized input and of the value vector (value residual: Zhou et al.
+    2024)."""
     number = model.cfg.layers_with("values").index(i)
     values_btd = looked_up["value_tables"][number]
     if not model.cfg.value_gates:
         b, t, _ = x_btd.shape
         return values_btd, jnp.ones((b, t, model.cfg.heads))
-    weights = model.params["value_gate"][number]  # MUDD, which has no weights here, comes last
+    weights = model.params["value_gate"][number]  # the MUDD layer has none, and is last
     half = weights.shape[1] // 2
     features = norm(x_btd)[..., :half], values_btd[..., :half]
     return values_btd, 2 * gate(jnp.concatenate(features, axis=-1), weights)
 
 
 def smear(x_btd, weights, strength):
-    """Return embeddings [b, t, d] plus a gated part of the previous token's embedding."""
+    """Return embeddings [b, t, d] plus a gated fraction of the previous token's embedding."""
     before_first = [(0, 0), (1, 0), (0, 0)]
     previous_btd = jnp.pad(x_btd[:, :-1], before_first)
     amount = strength * gate(x_btd, weights)
@@ -2698,15 +2670,15 @@ def smear(x_btd, weights, strength):
 
 
 def gate(x_btd, weights):
-    """Return sigmoids [b, t, n] of weighted sums of the first features; `weights` [n, features]."""
+    """Return sigmoid gates [b, t, n] from the first features and `weights` [n, features]."""
     features = x_btd[..., : weights.shape[1]]
     sums = jnp.einsum("bti,ni->btn", features.astype(jnp.float32), weights)
     return jax.nn.sigmoid(sums)
 
 
 def post_lambdas(model: Model, i: int):
-    """Return the factors [2] on the outputs of attention and MLP of layer `i`; 1 in a layer with
-    MUDD, which weights these outputs per token."""
+    """Return the factors [2] on the attention and MLP outputs of layer `i`. They are 1 in a layer
+    with MUDD, which has per-token weights instead."""
     if model.cfg.layers[i].mudd:
         return jnp.ones(2, jnp.float32)
     return model.params["post_lambdas"][i]
@@ -2714,17 +2686,17 @@ def post_lambdas(model: Model, i: int):
 
 # ---- Gates and other outputs of small MLPs -------------------------------------
 
-# Small MLPs compute coefficients for each token from its features: the weights of MUDD (next
-# section) and gates, which scale heads (without=gated), the n-gram vector, the embedding
-# (without=x0) and the skip connection (record 85: 24 M; without=gates makes gates learned numbers).
+# Small MLPs compute per-token MUDD weights (next section) and per-token gates: for heads
+# (without=gated), the n-gram vector, the embedding (without=x0) and the skip connection (record 85:
+# 24 M; without=gates makes gates learned constants).
 
-# Kind of gate -> initial value. xsa and gated have a gate per head, the other kinds one per layer.
+# Initial values. xsa and gated have one gate per head, other kinds one per layer.
 GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}
-# Factors on the outputs of small MLPs. Adam's steps do not depend on them, so with 0.1 the outputs
-# change a tenth as fast. As in upstream, gates have a learned factor, MUDD a constant one.
+# Scales of the small MLPs' outputs. Adam's step size does not depend on them, so with 0.1 the
+# outputs change a tenth as fast. As in upstream, only the scale of gates is learned.
 GATE_SCALE = 0.1  # initial value
 MUDD_SCALE = 0.1
-SMALL_MLPS = {  # kind -> parameters
+SMALL_MLPS = {  # kind -> names of parameters
     "gate": ("gate_w1", "gate_w2", "gate_b2"),
     "mudd": ("mudd_w1", "mudd_w2", "mudd_b2"),
 }
@@ -2732,9 +2704,8 @@ SMALL_MLPS = {  # kind -> parameters
 
 @functools.cache
 def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
-    """Return the outputs of each small MLP of a kind, in order: name -> initial value(s). Gates are
-    named (kind of gate, layer). The first MLP serves the layers before the first one with
-    Layer.looks, the next MLP the layers from there on, and so forth."""
+    """Return the initial outputs of each small MLP of a kind: name -> value(s). Gates are named
+    (kind of gate, layer). Each layer with Layer.looks starts a new gate MLP."""
     if kind == "mudd":
         return [mudd_layer_starts(cfg), mudd_mix_starts(cfg)]
     mlp_of_layer = np.cumsum([layer.looks for layer in cfg.layers])
@@ -2748,8 +2719,8 @@ def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
 
 
 def small_mlp_params(cfg: Config, kind: str, width: int, scale: float, lr: float) -> dict:
-    """The parameters of the small MLPs of a kind, stacked: `width` hidden units, and biases that
-    give the initial values after `scale`. Outputs are padded to the largest MLP, as in upstream."""
+    """Return the stacked parameters of the small MLPs of a kind. The biases are the initial outputs
+    divided by `scale`. Outputs are padded to the largest MLP, as in upstream."""
     rows = []
     for starts in coefficient_starts(cfg, kind):
         rows.append(np.hstack([[], *starts.values()]))  # [] for an MLP without outputs
@@ -2768,13 +2739,13 @@ def small_mlp_params(cfg: Config, kind: str, width: int, scale: float, lr: float
 
 
 def hidden_start(cfg: Config) -> Callable:
-    """The initializer of matrices [n, h, d] that read features: uniform in +-1 / sqrt(d)."""
+    """Return the initializer for projections [n, h, d] of features: uniform in +-1 / sqrt(d)."""
     return functools.partial(uniform, 1 / math.sqrt(3 * cfg.width), 1.0)
 
 
 def gate_params(cfg: Config) -> dict[str, Param]:
-    """The small MLPs for gates, the factor on gates, and an additional weight for each skip
-    connection (record 45: 5 M). With gate_width=0 the MLPs have only biases."""
+    """Return the gate MLPs (only biases if gate_width=0), the scale of gates, and an extra weight
+    per skip connection (record 45: 5 M)."""
     skips = len(cfg.layers_with("skip"))
     return small_mlp_params(cfg, "gate", cfg.gate_width, GATE_SCALE, 0.1) | {
         "gate_scale": small_param(cfg, (1,), GATE_SCALE, 0.1),
@@ -2783,9 +2754,9 @@ def gate_params(cfg: Config) -> dict[str, Param]:
 
 
 def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
-    """Return the outputs of small MLP `number` of a kind, "gate" or "mudd": name -> float32 [b, t,
-    count], see coefficient_starts. They can have any sign (records 81, 85). At initialization they
-    are constant, because W2 is zero."""
+    """Return the outputs of small MLP `number` of a kind ("gate" or "mudd"): name -> float32
+    [b, t, count]. Outputs can be negative (records 81, 85). At initialization they are constant,
+    because W2 is zero."""
     params = model.params
     starts = coefficient_starts(model.cfg, kind)[number]
     if not starts:
@@ -2808,11 +2779,10 @@ def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
 
 
 def small_mlp(x_btd, w1, w2, b2):
-    """Return W2 gelu(W1 x) + b2, float32 [b, t, outputs] (exact GELU: Hendrycks and Gimpel
-    2016)."""
+    """Return W2 gelu(W1 x) + b2, float32 [b, t, outputs], with exact GELU."""
     w1 = w1.astype(x_btd.dtype)
     hidden = jnp.matmul(x_btd, w1.T, preferred_element_type=jnp.float32)
-    # Like PyTorch; jax.nn.gelu(hidden, approximate=False) uses erfc, and its last bits differ.
+    # As in PyTorch. jax.nn.gelu(hidden, approximate=False) differs in the last bits.
     erf = lax.erf(hidden * math.sqrt(0.5))
     hidden = hidden * (0.5 + 0.5 * erf)
     return hidden @ w2.T + b2[None, None]
@@ -2820,16 +2790,16 @@ def small_mlp(x_btd, w1, w2, b2):
 
 # ---- MUDD: each token weights its connections ----------------------------------------------------
 
-# In the last layer, every term that is added to v and to the stream has a weight for each token
-# (mudd_layer). After the last layer, earlier arrays are added in the same way (mudd_mix).
-# Two small MLPs compute the weights (MUDD: MUltiway Dynamic Dense connections, Xiao et al. 2025;
-# records 81, 92: 21 M; without=mudd).
+# The last layer has a per-token weight for each term that it adds to v and to the stream
+# (mudd_layer). mudd_mix then adds earlier arrays with per-token weights. Two small MLPs compute the
+# weights (MUltiway Dynamic Dense connections, Xiao et al. 2025; records 81, 92: 21 M;
+# without=mudd).
 
-MUDD_LAYER, MUDD_MIX = 0, 1  # numbers of the small MLPs
+MUDD_LAYER, MUDD_MIX = 0, 1  # indices of the two MLPs
 
 
 def mudd_params(cfg: Config) -> dict[str, Param]:
-    """The two small MLPs, and additional outputs of MUDD_MIX for each group of features."""
+    """Return the two small MLPs, and additional outputs of MUDD_MIX for groups of features."""
     params = small_mlp_params(cfg, "mudd", cfg.mudd_width, MUDD_SCALE, 0.25)
     _, outputs, _ = params["mudd_w2"].shape
     groups = 2 * cfg.heads  # half a head each
@@ -2838,15 +2808,15 @@ def mudd_params(cfg: Config) -> dict[str, Param]:
 
 
 def mudd_layer_starts(cfg: Config) -> dict[str, float]:
-    """Weight in mudd_layer -> its initial value. The arrays: `first` is the stream before the first
-    layer, `source` the input of the layer's attention, `x` the stream."""
+    """Return {weight in mudd_layer: initial value}. `first` is the stream before the first layer,
+    `source` is the attention input, and `x` is the stream."""
     last = cfg.layers[-1]
     arrays = ["first", "source", "x"] if last.reads else ["first", "x"]
     starts = {f"{name}_to_v": 0.0 for name in arrays}
     starts |= {f"{name}_to_x": 0.0 for name in arrays}  # before attention
-    if last.values:  # row of the value table, for each half of the heads
+    if last.values:  # for each half of the heads
         starts |= {"values_left": 2.0, "values_right": 2.0}
-    # After attention and after the MLP. Other layers have resid_lambdas, post_lambdas and gates.
+    # After attention and the MLP, instead of resid_lambdas, post_lambdas and gates.
     starts |= {"keep_attention": math.sqrt(1.1), "attention": 1.0, "first": 0.0}
     if cfg.ngram_rows:
         starts["ngram"] = GATES["ngram"]
@@ -2854,8 +2824,7 @@ def mudd_layer_starts(cfg: Config) -> dict[str, float]:
 
 
 def mudd_end(model: Model, x, outputs: list, inputs: Inputs, gates: dict):
-    """Apply the last layer to the residual stream `x`, and mudd_mix: return the stream [b, t,
-    d]."""
+    """Apply the last layer and mudd_mix to the residual stream `x` [b, t, d]."""
 
     def layer(x):
         return mudd_layer(model, x, outputs, inputs, gates)
@@ -2869,9 +2838,8 @@ def mudd_end(model: Model, x, outputs: list, inputs: Inputs, gates: dict):
 
 
 def mudd_layer(model: Model, x, outputs: list, inputs: Inputs, gates: dict) -> tuple:
-    """Apply the last layer to the stream `x` [b, t, d], like layer_output, but with weights for
-    each token, `mu`, which a small MLP computes from `x` (record 81): return (the stream, the
-    normed input of its MLP)."""
+    """Apply the last layer to the stream `x` [b, t, d], with per-token weights `mu` that a small
+    MLP computes from `x` (record 81). Return (stream, normalized MLP input)."""
     i = len(model.cfg.layers) - 1
     layer = model.cfg.layers[i]
     mu = coefficients(model, "mudd", MUDD_LAYER, x)
@@ -2881,8 +2849,8 @@ def mudd_layer(model: Model, x, outputs: list, inputs: Inputs, gates: dict) -> t
     arrays["x"] = x
     source = arrays.get("source", x)
     added = mudd_values(model, mu, arrays, inputs.looked_up)
-    # keep (x + weighted sum of arrays) + first + attention + n-gram; the last three are weighted
-    # too. Terms with the same array are combined.
+    # keep * (x + weighted arrays), plus weighted first, attention and n-gram. Terms with the same
+    # array are combined.
     keep = mu["keep_attention"]
     terms = [
         (keep * (1 + mu["x_to_x"]), x),
@@ -2901,8 +2869,8 @@ def mudd_layer(model: Model, x, outputs: list, inputs: Inputs, gates: dict) -> t
 
 
 def mudd_values(model: Model, mu: dict, arrays: dict, looked_up: dict) -> tuple:
-    """Return what mudd_layer adds to v (HeadInputs.added): a weighted sum of `arrays` and, if the
-    layer has a value table, of its rows, which have one weight for each half of the heads."""
+    """Return the term added to v (HeadInputs.added): a weighted sum of `arrays` and of the value
+    table, if any, which has one weight per half of the heads."""
     sources = [*arrays.values()]
     weights = [mu[f"{name}_to_v"] for name in arrays]
     halves = [weights]
@@ -2917,8 +2885,8 @@ def mudd_values(model: Model, mu: dict, arrays: dict, looked_up: dict) -> tuple:
 
 
 def mudd_mix_starts(cfg: Config) -> dict[str, float]:
-    """Source of mudd_mix, in order -> initial value of its weight. At first half of `source`, the
-    input of the last attention, is subtracted (as in records 40 and 77) and nothing is added."""
+    """Return {source of mudd_mix: initial weight}, in order. At first half of `source`, the input
+    of the last attention, is subtracted (records 40, 77)."""
     reads = cfg.layers[-1].reads
     names = ["first", "source", "x"] if reads else ["first", "x"]
     names += [f"skip{i}" for i in cfg.layers_with("skip")]
@@ -2928,8 +2896,7 @@ def mudd_mix_starts(cfg: Config) -> dict[str, float]:
 
 
 def mudd_sources(cfg: Config, inputs: Inputs, outputs: list, arrays: dict) -> tuple:
-    """Return the arrays that mudd_mix adds, in the order of mudd_mix_starts. `arrays` has two of
-    them by name."""
+    """Return the arrays that mudd_mix adds, in order. `arrays` has `x` and `mlp_input`."""
     last = len(cfg.layers) - 1
     sources = {"first": inputs.start, **arrays}
     if cfg.layers[last].reads:
@@ -2944,11 +2911,9 @@ def mudd_sources(cfg: Config, inputs: Inputs, outputs: list, arrays: dict) -> tu
 
 
 def mudd_mix(model: Model, x_btd, sources: tuple):
-    """Return the stream after the last layer plus earlier arrays: x + sum_k (mu_k + delta_kg)
-    source_k.
-
-    Each token has a weight mu_k for each source and a delta_kg for each source and group of
-    features (record 81 with five sources, 92 with ten). One small MLP computes both."""
+    """Return the stream plus earlier arrays: x + sum_k (mu_k + delta_kg) source_k. For each token,
+    one small MLP computes a weight mu_k per source and a delta_kg per source and group of features
+    (record 81 with five sources, 92 with ten)."""
     params = model.params
     k = len(sources)
     w1 = params["mudd_w1"][MUDD_MIX]
@@ -2967,8 +2932,8 @@ def mudd_mix(model: Model, x_btd, sources: tuple):
 
 
 def blend(x_btd, weights, sources):
-    """Return `x_btd`, unless None, plus the sum of `sources` [b, t, d] times `weights` [b, t,
-    sources, groups]: each group of consecutive features has its own weight."""
+    """Return `x_btd` (unless None) plus the sum of `sources` [b, t, d] times `weights`
+    [b, t, sources, groups]. Each group of consecutive features has its own weight."""
     groups = weights.shape[-1]
     size = sources[0].shape[-1] // groups  # features per group
     terms = []
@@ -2982,16 +2947,16 @@ def blend(x_btd, weights, sources):
 
 # ---- Heads: key offset, pairs, XSA ---------------------------------------------------------------
 
-# In long layers half of each key comes from the token before (record 49: 13 M; without=key_offset).
-# Two heads attend as one (58: 17 M; without=paired). The part of a head's output that a token has
-# without attention is removed (82, 86: 8 M; without=xsa).
+# In long layers half of each key comes from the previous token (record 49: 13 M;
+# without=key_offset). Pairs of heads attend as one (58: 17 M; without=paired). XSA removes the
+# token's own value from the output of each head (82, 86: 8 M; without=xsa).
 
 
 def key_offset(k_btnh):
-    """Return keys that take their dimensions without rotation from the token before (record 49).
-    One layer can then find an earlier token like the current one and read what followed it
-    (induction), which otherwise takes two layers. The first token of a row keeps its own key;
-    document boundaries are ignored."""
+    """Return keys with the non-rotating dimensions of the previous token (record 49). One layer can
+    then find an earlier occurrence of a token and read the token after it (induction), which
+    otherwise takes two layers. The first token of a row keeps its own key. Document boundaries are
+    ignored."""
 
     def of_token_before(x):
         first = x[:, :1]
@@ -3004,18 +2969,16 @@ def key_offset(k_btnh):
 
 
 def pair_heads(x_btnh):
-    """[b, t, n, h] -> [b, 2t, n/2, h]: pairs of heads attend as one head, over a sequence of twice
-    the length that alternates between their tokens (record 58).
-
-    Each head also sees the keys of its partner, and a window reaches half as far back. The first
-    half of the heads is at positions 2t, the second half at 2t + 1."""
+    """Reshape [b, t, n, h] to [b, 2t, n/2, h], so that pairs of heads attend as one head over twice
+    the length (record 58). Each head also sees its partner's keys, and a window reaches half as
+    far. The first half of the heads is at positions 2t, the second half at 2t + 1."""
     b, t, n, h = x_btnh.shape
     return x_btnh.reshape(b, 2 * t, n // 2, h)
 
 
 def exclude_self(y_btnh, v_btnh, gates_btn):
-    """XSA: y - tanh(gate) (y.v / v.v) v removes from a head's output its component along the
-    token's own v, which the token has without attention (record 82, in the form of record 86)."""
+    """Return y - tanh(gate) (y.v / v.v) v (XSA). This removes the component of a head's output
+    along the token's own v, which needs no attention (record 82, in the form of record 86)."""
     y = y_btnh.astype(jnp.float32)
     v = v_btnh.astype(jnp.float32)
     yv = jnp.sum(y * v, axis=-1)
@@ -3028,26 +2991,24 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
 # ---- ANVIL: changes to Muon ---------------------------------------------------------------------
 
 # Momentum combines a fast and a slow average (record 92: 0.3 s; without=rails). All neurons of an
-# update get similar norms (record 41: 4 M; without=equalize). ANVIL takes q and k two heads at a
-# time, because different heads look for different things (record 80; without=qk_heads). as_large
+# update get similar norms (record 41: 4 M; without=equalize). q and k are orthogonalized two heads
+# at a time, because heads look for different things (record 80; without=qk_heads). as_large
 # replaces orthogonalize to measure the benefit of Muon (without=muon).
 
 
 def fast_rail(cfg: Config, momentum) -> tuple[np.ndarray, np.ndarray]:
     """Return (beta, weight) of the fast average at each step. Before rails_step it is the only
-    average, and its beta is the momentum."""
+    average, and beta is the momentum."""
     beta, weight = cfg.rail_fast
     has_two = np.arange(cfg.steps) >= cfg.rails_step
     return np.where(has_two, beta, momentum), np.where(has_two, weight, 1.0)
 
 
 def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
-    """Return (update, new fast average, new slow average) of the gradient (record 92).
-
-    The update blends the two averages and the gradient (Nesterov). At first only the fast average
-    counts, as in Muon, while the slow one accumulates. From rails_step on the update follows both
-    the last few steps and the drift over many. Both averages start at zero without bias correction,
-    because orthogonalize ignores the norm of an update."""
+    """Return (update, new fast average, new slow average) of the gradient (record 92). The update
+    combines both averages and the gradient (Nesterov). Before rails_step only the fast average
+    counts, as in Muon. Averages start at zero without bias correction, because orthogonalize
+    ignores the norm of its input."""
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
     slow = slow + slow_rate * (grad - slow)
     average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
@@ -3057,10 +3018,9 @@ def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
 
 def equalize(update, square, rate):
     """Return (update, mean square): an orthogonalized update [matrices, rows, cols] with neurons
-    scaled to similar norms (after NorMuon, Li et al. 2025), while each matrix keeps its norm.
-
-    Neurons are rows in tall and square matrices, columns in wide ones. `square` [matrices, neurons]
-    is the running mean square of each neuron."""
+    scaled to similar norms (after NorMuon, Li et al. 2025). The norm of each matrix is unchanged.
+    Neurons are rows of tall and square matrices, and columns of wide ones. `square`
+    [matrices, neurons] is their running mean square."""
     along = 2 if update.shape[1] >= update.shape[2] else 1
     power = jnp.mean(jnp.square(update), axis=along)
     square = square + rate * (power - square)
@@ -3073,7 +3033,7 @@ def equalize(update, square, rate):
 
 
 def as_large(x):
-    """Scale matrices [matrices, rows, cols] to the norm of orthogonalized ones; directions stay."""
+    """Scale matrices [matrices, rows, cols] to the norm of orthogonal matrices."""
     size = jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
     orthogonal_size = math.sqrt(min(x.shape[1:]))
     return x * (orthogonal_size / (size + 1e-12))
@@ -3083,7 +3043,7 @@ def as_large(x):
 
 
 def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
-    """Return the parameter table with the parameters of enabled ideas and all averages."""
+    """Return the parameter table with the parameters and averages of enabled ideas."""
     parts = [
         (cfg.layers_with("values"), value_params),
         (cfg.ngram_rows, ngram_params),
@@ -3102,24 +3062,24 @@ def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
 
 
 def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> Param:
-    """Return the Param of a small parameter, replicated on every device and trained by Adam. `lr`
-    and `decay` are factors on lr_adam and decay_adam. Weights that mix arrays have other betas than
-    gates and single scalars (record 52: 9 M; without=scalar_betas)."""
+    """Return the Param of a small parameter, replicated on all devices and trained by Adam. `lr`
+    and `decay` multiply lr_adam and decay_adam. Weights that mix arrays have other betas than gates
+    and scalars (record 52: 9 M; without=scalar_betas)."""
     of_mixing, of_gates = cfg.scalar_betas
     betas = of_mixing if mixes else of_gates
     return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
 
 
 def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
-    """Return the Param of a table [rows, width] that is looked up by token. Rows keep their initial
-    value until they get a gradient: moments are zero until then, and cautious weight decay skips
-    them. (With cautious=0, all rows of value tables decay.)"""
-    rates = (70, 5)  # the record's: most rows get few gradients, so each update must be large
+    """Return the Param of a table [rows, width] indexed by token. Rows without gradients keep their
+    initial value, because cautious weight decay skips them. (With cautious=0, all rows of value
+    tables decay.)"""
+    rates = (70, 5)  # from the record; large because most rows get few gradients
     return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
 
 
 def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
-    """Return `hyper`, arrays [steps, ...], with the fields that enabled ideas set."""
+    """Return `hyper`, arrays [steps, ...], with the fields of enabled ideas."""
     adam_due, tables = updates_due(cfg)
     fields = {}
     if len(cfg.stages) > 1:
@@ -3150,13 +3110,12 @@ def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
 # PART III: THE DATA
 # ================================================================================================
 
-# ---- Loader: batches are made ahead of use -----------------------------------------------------
+# ---- Loader: prefetched batches ----------------------------------------------------------------
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
-    """Return the first LoaderState of a run, or the one from a checkpoint (`offsets` of all rows).
-    Walks through the candidates start evenly spaced: at first, and if a checkpoint has another
-    number of rows."""
+    """Return a LoaderState for a new run, or for the `cursor` and `offsets` of a checkpoint.
+    Without an offset per row, the walks through the candidates start evenly spaced."""
     rows = cfg.stages[0].rows  # the same in all stages (checked by validate)
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
@@ -3165,7 +3124,7 @@ def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> Loader
 
 
 def own_rows(mesh: Mesh, count: int) -> range:
-    """Return which of `count` rows this process has. Its devices are adjacent in the mesh."""
+    """Return this process's range of `count` rows. Its devices are adjacent in the mesh."""
     is_own = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     first = is_own.index(True)
     end = first + sum(is_own)
@@ -3177,9 +3136,9 @@ STALL_SECONDS = 10  # a longer wait for a batch is reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, prefetching up to `depth` of them in a thread. It starts an item only
-    while the clock is `running`, since otherwise the clock would not count that work. `late` is
-    called with a message when an item takes long. Closing this generator ends the thread."""
+    """Yield `items`, prefetched up to `depth` ahead in a thread. The thread starts items only while
+    the clock is `running`; otherwise their time would not be counted. `late` is called with a
+    message when an item takes long. Closing the generator ends the thread."""
     ready = queue.Queue(depth)
     closed = threading.Event()
 
@@ -3189,7 +3148,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             while not closed.is_set():
                 if running.wait(0.1):
                     ready.put(next(supply))
-        except BaseException as error:  # also StopIteration: the main thread raises it or ends
+        except BaseException as error:  # including StopIteration; the main thread handles it
             ready.put(error)
 
     thread = threading.Thread(target=make, daemon=True)
@@ -3208,38 +3167,37 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             yield item
     finally:
         closed.set()
-        while not ready.empty():  # otherwise the thread might wait for room
+        while not ready.empty():  # unblocks the thread if the queue is full
             ready.get()
-        thread.join(STALL_SECONDS)  # Python would end it within a copy to a device, and abort
+        thread.join(STALL_SECONDS)  # exiting during a copy to a device would abort Python
 
 
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
 
-# A shard is a file in the format of llm.c: a header of 256 int32 (magic number, version, number of
-# tokens, zeros), then the tokens as uint16.
-SHARD_NAME = re.compile(r"([^.].*)_(train|val)_\d+\.bin")  # data set, split; no hidden files
+# llm.c's format: a header of 256 int32 (magic number, version, number of tokens, zeros), followed
+# by uint16 tokens.
+SHARD_NAME = re.compile(r"([^.].*)_(train|val)_\d+\.bin")  # data set, split; skips hidden files
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
 HEADER_BYTES = 1024
 
 
 class Documents(NamedTuple):
-    """Documents of a shard in reading order; int arrays of positions in the shard. Documents of 5,
-    2 and 3 tokens that are read in the order third, first, second have starts 7, 0, 5; stops 10, 5,
-    7; places 0, 3, 8."""
+    """Documents of a shard in reading order, as positions in the shard. For documents of 5, 2 and 3
+    tokens read in the order third, first, second: starts 7, 0, 5; stops 10, 5, 7; places 0, 3,
+    8."""
 
-    places: np.ndarray  # start of each document if the shard were sorted in reading order
+    places: np.ndarray  # start of each document if the shard had this order
     starts: np.ndarray  # first token of each document
     stops: np.ndarray  # end of each document (exclusive)
 
 
 class TokenStream:
-    """The tokens of one split: its shards in the order of their names, repeated `passes` times.
+    """The tokens of one split: its shards sorted by name, repeated `passes` times.
 
-    A cursor is a position in this stream. The first epoch reads shards from beginning to end. Later
-    epochs read a shard's documents in random order, or without doc_cap its rows, cut at other
-    places. This follows from `seed`, the shard's number and the row length: a cursor suffices to
-    resume."""
+    A cursor is a position in this stream. Later epochs shuffle the documents of each shard, or
+    without doc_cap its rows. The order depends only on `seed`, the shard and the row length, so a
+    cursor is enough to resume."""
 
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1, seed: int = 0):
         names = {path: SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")}
@@ -3249,7 +3207,7 @@ class TokenStream:
         self.shards = [open_shard(path) for path in self.paths] * passes
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.seed = seed
-        # find_documents and draw_rows with a cache for two shards.
+        # Cache the results for two shards.
         self.documents = functools.lru_cache(2)(self.find_documents)
         self.rows = functools.lru_cache(2)(self.draw_rows)
 
@@ -3257,7 +3215,7 @@ class TokenStream:
         return int(self.ends[-1])
 
     def pass_at(self, cursor: int) -> int:
-        """Return the epoch, counted from 1, of the token before `cursor`."""
+        """Return the epoch of the token before `cursor`, counted from 1."""
         return -(-cursor // int(self.ends[len(self.paths) - 1]))
 
     def find_documents(self, number: int) -> Documents:
@@ -3273,15 +3231,15 @@ class TokenStream:
         return Documents(places, starts[order], stops[order])
 
     def draw_rows(self, number: int, t: int) -> np.ndarray:
-        """Return where the rows of t tokens start in shard `number`, in random order. So a batch
-        has rows from several documents."""
+        """Return the starts of rows of t tokens in shard `number`, shuffled so that a batch mixes
+        documents."""
         random = np.random.default_rng([self.seed, number])
         first = int(random.integers(t))
-        count = max(len(self.shards[number]) - 1 - first, 0) // t  # leaves room for a last target
+        count = max(len(self.shards[number]) - 1 - first, 0) // t  # - 1 for the last target
         return first + t * random.permutation(count)
 
     def row_at(self, cursor: int, t: int) -> int:
-        """Return where in the stream the row of t tokens starts that is read at `cursor`."""
+        """Return the stream position where the row of t tokens for `cursor` starts."""
         number, base = self.shard_at(cursor)
         if number < len(self.paths):
             return cursor
@@ -3292,7 +3250,7 @@ class TokenStream:
         return base + int(starts[row])
 
     def shard_at(self, cursor: int) -> tuple[int, int]:
-        """Return (number of the shard with the token at `cursor`, position where it starts)."""
+        """Return (number, start) of the shard that contains position `cursor` of the stream."""
         number = int(np.searchsorted(self.ends, cursor, side="right"))
         if number == len(self.shards):
             end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
@@ -3300,7 +3258,7 @@ class TokenStream:
         return number, int(self.ends[number]) - len(self.shards[number])
 
     def read(self, cursor: int, count: int) -> np.ndarray:
-        """Return `count` tokens from `cursor` on, uint16; they may be in several shards."""
+        """Return `count` tokens from `cursor` on, uint16, possibly from several shards."""
         parts = [np.empty(0, np.uint16)]  # for count=0
         while count:
             number, start = self.shard_at(cursor)
@@ -3325,9 +3283,9 @@ def open_shard(path) -> np.memmap:
 
 
 def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """Return ([(row, start, stop)], next cursor): the pieces of the stream that fill a batch.
-    Without doc_cap, rows ignore document boundaries. In the first epoch they follow each other and
-    share one token with the next row: its first input is the last target."""
+    """Return ([(row, start, stop)], next cursor): the pieces of the stream that make up a batch.
+    Without doc_cap, rows ignore document boundaries. In the first epoch they are consecutive, and a
+    row's last target is the first input of the next row."""
     if stage.doc_cap:
         return plan_packed(stream, cursor, stage)
     t = stage.row_tokens
@@ -3337,14 +3295,14 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """Return what plan_rows returns if each row starts with a document and contains only beginnings
-    of documents. They can be predicted from little context, and attention never needs tokens of
-    another row (records 26, 29: 18 M; without=packing).
+    """Return plan_rows for rows that contain only beginnings of documents. These need little
+    context, and attention never needs tokens of another row (records 26, 29: 18 M;
+    without=packing).
 
-    A piece starts at the BOS of a document. It ends with the document, after doc_cap tokens, or
-    when the row is full; the rest of a cut document is skipped. Rows of t+1 tokens (t inputs and
-    the last target) are filled one after another, so that batches are equal to upstream's.
-    If a shard has too few documents left, the whole batch comes from the next shard."""
+    A piece starts at a document's BOS. It ends with the document, after doc_cap tokens, or when the
+    row is full. The rest of the document is skipped. Rows of t+1 tokens (t inputs and the last
+    target) are filled in order, to match upstream's batches. If a shard has too few documents left,
+    the full batch comes from the next shard."""
     while True:
         number, base = stream.shard_at(cursor)
         documents = stream.documents(number)
@@ -3353,7 +3311,7 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
         row = 0
         room = stage.row_tokens + 1
         for i in range(first, len(documents.places)):
-            # Converted one by one: lists of a shard's 150,000 documents took 20 to 30 ms per batch.
+            # Converting whole lists (150,000 documents) took 20 to 30 ms per batch.
             start = int(documents.starts[i])
             stop = min(int(documents.stops[i]), start + stage.doc_cap, start + room)
             pieces.append((row, base + start, base + stop))
@@ -3377,20 +3335,20 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
 
 def read_batch(stream: TokenStream, mesh: Mesh, cursor: int, stage: Stage):
     """Return (this process's rows of a global batch, uint16 [b, t + 1]; next cursor). Every process
-    plans the whole batch, but reads only its own rows."""
+    plans the full batch but reads only its own rows."""
     pieces, next_cursor = plan_rows(stream, cursor, stage)
     return read_rows(stream, pieces, own_rows(mesh, stage.rows)), next_cursor
 
 
 def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
-    """Yield (this process's rows, uint16 [b, t + 1]; whether each counts, bool [b, 1]) per batch.
-    Rows that do not count pad the last batch."""
+    """Yield (this process's rows, uint16 [b, t + 1]; mask of rows to count, bool [b, 1]) per batch.
+    Only the last batch is padded."""
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
     t = cfg.val_row
     pieces = [(row, row * t, (row + 1) * t + 1) for row in range(rows)]
     for path in stream.paths:
-        open_shard(path)  # check again: the memory map of a truncated file reads zeros
+        open_shard(path)  # check again: a truncated file would read as zeros
     for first in range(0, rows, of_batch):
         numbers = [first + row for row in own_rows(mesh, of_batch)]
         tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
