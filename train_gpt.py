@@ -1770,7 +1770,7 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 
 # ---- The switches -------------------------------------------------------------------------------
 
-# Idea -> settings that disable it (`--set without=NAME,...`), roughly in record order.
+# Idea -> settings that disable it (`--set without=NAME,...`).
 IDEAS = {
     "muon": "muon=0",  # orthogonalized matrix updates (anvil)
     "squared_relu": "squared_relu=0",  # ReLU^2 instead of GELU (mlp)
@@ -1782,7 +1782,7 @@ IDEAS = {
     "windows": "stages.*.windows=128,128 val_windows=128,128",
     "values": "layers.*.values=0",
     "value_gates": "value_gates=0",
-    "still": "still=0",  # half of the dimensions skip RoPE (rope_tables)
+    "still": "still=0",  # no RoPE on half of the dimensions (rope_tables)
     "packing": "stages.*.doc_cap=0",
     "smear": "smear=0",
     "seldom": "adam_every=1 table_every=1,1",
@@ -1821,12 +1821,12 @@ PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # with
 
 # Each batch uses a table row only a few times, so row gradients are noisy. Tables therefore
 # accumulate gradients over two steps, later over four, and Adam over two (records 39, 92: 22 M;
-# without=seldom). Head and embedding share one matrix until late in training (records 51, 53;
+# without=seldom). Head and embedding are tied until late in training (records 51, 53;
 # without=tied).
 
 
 def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return how many steps each step's table update accumulates; 0 means no update."""
+    """Return how many steps the table update at each step accumulates, or 0 for no update."""
     often, seldom = cfg.table_every
     has_changed = step >= cfg.table_change
     interval = np.where(has_changed, seldom, often)
@@ -1836,8 +1836,8 @@ def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def last_tied_step(cfg: Config) -> int:
-    """Return the last step with tied head and embedding (1175 in the record). Adam updates after
-    this step, so tied and untied gradients are not mixed."""
+    """Return the last step with tied head and embedding (1175 in the record). It ends with an Adam
+    update, so tied and untied gradients are not mixed."""
     step = round(cfg.tied * (cfg.steps - cfg.extension))
     while (step + 1) % cfg.adam_every:
         step += 1
@@ -1847,7 +1847,7 @@ def last_tied_step(cfg: Config) -> int:
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """Run update_step with tied head and embedding, on the sum of their gradients."""
     due = dict(due)
-    due["head"] = due["head"] + due.pop("embed")  # concatenates tuples, to be summed
+    due["head"] = due["head"] + due.pop("embed")  # concatenates two tuples of gradients
     state, copies, norms = update_step(cfg, kernels, state, due, hyper)
     copies["embed"] = copies["head"]
     return tie(state), copies, norms
@@ -1866,9 +1866,9 @@ def tie(state):
 # ---- Rotation that follows the windows -----------------------------------------------------------
 
 # Attention windows start short to make early steps cheap, and grow at each stage (records 13, 20,
-# 31: 65 M; without=windows). When a window grows, YaRN (Peng et al. 2023) lowers the low rotation
-# frequencies, to keep angles in the range that the model has learned. It also raises the scale of q
-# k^T, to keep attention over more keys sharp.
+# 31: 65 M; without=windows). For a larger window, YaRN (Peng et al. 2023) lowers the low rotation
+# frequencies, so that angles stay in the learned range, and raises the scale of q k^T, so that
+# attention stays sharp.
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -1887,8 +1887,8 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
     """Return rotation frequencies (float32) for a window that grows from `old` to `new` tokens. As
-    in YaRN, pairs with at most 1 rotation per old window slow down by old / new, pairs with at
-    least 32 rotations do not change, and pairs in between are interpolated."""
+    in YaRN, pairs with up to 1 rotation per old window slow down by old / new, pairs with 32 or
+    more do not change, and others are interpolated."""
     turns = old * freqs / np.float32(2 * math.pi)
     kept = np.clip((turns - 1) / (32 - 1), 0, 1)
     slower = old / new
@@ -1911,8 +1911,7 @@ class Average(NamedTuple):
     rescaled: bool = True  # restore each parameter's norm
 
 
-# Parameters move in this order. v, o and MLPs first move to `average`, then towards bank_ema by
-# less than q and k (upstream's numbers).
+# Parameters move in this order. The shares are upstream's.
 TO_BANK_EMA = 0.55 - 0.2007
 AVERAGES = {
     "ema": Average("tail", "adam", {"head": 0.65, "embed": 0.65}),
@@ -1946,10 +1945,11 @@ def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
 def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
     """Return rates [steps, 4] for AVERAGES: average += rate * (weight - average) after each step.
     The first nonzero rate is 1, to initialize the average."""
-    left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
+    left = cfg.steps - 1 - np.arange(cfg.steps)
     in_average = left < cfg.tail_average
     is_fourth = left % AVERAGE_EVERY == 0
-    # `ema` starts with the weights of the tail's first step, possibly from an earlier Adam update.
+    # `ema` starts with the weights at the first step of the tail, which an Adam step before it may
+    # have updated last.
     ema_due = adam_due & (left + 1 < cfg.tail + cfg.adam_every)
     # Upstream also updates bank_ema at the second-to-last step, probably by accident.
     bank_due = (left < cfg.tail) & (is_fourth | (left == 1))
@@ -2006,8 +2006,8 @@ def move_to_averages(cfg: Config, state) -> dict:
 # ---- Losses on more than the next token, and a sampled softmax ----------------------------------
 
 # Early in training the model also predicts later tokens (record 53: 21 M, including untied head and
-# embedding; without=ahead) and the next token's longest prefix, such as " interact" for "
-# interaction" (record 88: 4 M; without=prefix). The softmax of each row covers its targets and a
+# embedding; without=ahead) and the next token's longest prefix, such as "interact" for
+# "interaction" (record 88: 4 M; without=prefix). The softmax of each row covers its targets and a
 # sample of other ids instead of all 50,304 ids (record 92: 8.4 s; without=candidates).
 
 
@@ -2044,11 +2044,11 @@ def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
 
 
 def prefix_table(words: list[bytes], vocab_size: int) -> np.ndarray:
-    """Return int32 [v], the id of each word's longest proper prefix that is also a word, or -1."""
+    """Return Vocabulary.prefix_v for `words`."""
     table = np.full(vocab_size, -1, np.int32)
     id_of = {word: i for i, word in enumerate(words)}
     for word, i in id_of.items():
-        for end in range(len(word) - 1, 0, -1):  # longest prefix first
+        for end in range(len(word) - 1, 0, -1):
             prefix = word[:end]
             if prefix in id_of:
                 table[i] = id_of[prefix]
@@ -2065,8 +2065,8 @@ def batch_aims(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Aims
 
 
 def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims, int]:
-    """Return (Aims without axis b, next offset) for one row of t+1 tokens. Candidates include
-    targets and `required` ids. With count=0 the softmax uses the full vocabulary."""
+    """Return (Aims without axis b, next offset) for a row of t+1 tokens. Candidates include targets
+    and `required` ids. count=0 selects the full vocabulary."""
     targets_t = row[1:].astype(np.int32)
     prefixes_t = prefix_v[targets_t]
     if not count:
@@ -2079,14 +2079,14 @@ def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims,
     return Aims(ids.astype(np.int32), place_v[targets_t], place_v[prefixes_t]), offset
 
 
-STRIDE = 20011  # coprime to the vocabulary size, so the walk visits every id
+STRIDE = 20011  # coprime to the vocabulary size, to visit every id
 
 
 def candidates(included, offset: int, count: int, vocab_size: int):
-    """Return (`count` sorted ids, next offset) for the sampled softmax of record 92: the `included`
-    ids and a cyclic walk through the vocabulary, from `offset` in steps of STRIDE. The sampled loss
-    is too low, so it jumps when the last stages use the full vocabulary. Raise UserError if
-    `included` has more than `count` distinct ids."""
+    """Return (`count` sorted ids, next offset) for the sampled softmax: the `included` ids and a
+    cyclic walk through the vocabulary, from `offset` in steps of STRIDE. The sampled loss is too
+    low, so it jumps when the last stages use the full vocabulary. Raise UserError if `included` has
+    more than `count` distinct ids."""
     is_chosen = np.zeros(vocab_size, bool)
     is_chosen[included] = True
     different = np.count_nonzero(is_chosen)
@@ -2130,8 +2130,8 @@ class PointerKeys(NamedTuple):
 
     k: jax.Array  # [..., h], normalized
     token: jax.Array  # int32, the token at this position
-    segment: jax.Array  # int32 segment id; -1 for padding
-    position: jax.Array  # int32 position in the row
+    segment: jax.Array
+    position: jax.Array
 
 
 def pointer_params(cfg: Config) -> dict[str, Param]:
@@ -2194,8 +2194,8 @@ def pointer_chances(model: Model, rows: Rows, x_btd):
 
 
 def is_reduction(primitive, *_, **__) -> bool:
-    """Return True for sums and maxima, so that jax.checkpoint recomputes the scores [t, s]. They
-    would take up to 0.8 GB for a row of 49,152 tokens."""
+    """Return True for sums and maxima, so that jax.checkpoint recomputes the scores [t, s] (up to
+    0.8 GB for a row of 49,152 tokens)."""
     return primitive.name in ("reduce_sum", "reduce_max")
 
 
@@ -2276,8 +2276,7 @@ def mix_pointed(losses, pointed):
     `pointed` [t, 2] is pointer_chances (next, sink). In the mixture, the next token has the
     probability
         p / (1 - a) * (1 - a + a sink)  +  a next   =   p (1 + a sink / (1 - a)) + a next
-    where p / (1 - a) is the softmax without `<copy>`. Probabilities are clipped at 1e-30. (The
-    authors add 1e-9, so their probabilities sum to more than 1.)"""
+    where p / (1 - a) is the softmax without `<copy>`."""
     next_t = pointed[:, 0]
     sink_t = pointed[:, 1]
     chance_t = jnp.exp(-losses[:, 0])  # p
@@ -2296,22 +2295,21 @@ def mix_pointed(losses, pointed):
 # (record 83: 8 M; without=signs). Hashes ignore case and accents (pull request 375: 15 steps;
 # without=normalised).
 #
-# The loader lists the distinct rows that each device needs, grouped by the device that owns them
+# The loader lists the distinct rows that each device needs, by owner, the device that stores them
 # (device_request). A step exchanges these requests and the rows (fetch_requests). Owners sum the
 # gradients of each row (sum_requests) and update it (adam_rows).
 
 
 def ngram_params(cfg: Config) -> dict[str, Param]:
     """Return the zero-initialized table [rows, d], without a float32 master copy. Its first beta is
-    0 because adam_rows has no mean."""
+    0 because adam_rows keeps no mean."""
     kinds = {"optimizer": "rows", "dtype": cfg.compute_dtype}
     return {NGRAMS: table_param(cfg, cfg.ngram_rows, 0.0, (0, 0.95), **kinds)}
 
 
 def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
     """Return uint16 [v]: the smallest id with the same normal form, or the id itself if it has
-    none. This merges GPT-2's 50,257 ids into 32,980, so fewer n-grams collide (pull request
-    375)."""
+    none. This merges GPT-2's 50,257 ids into 32,980, so fewer n-grams collide."""
     table = np.arange(vocab_size).astype(np.uint16)
     first = {}
     for i, word in enumerate(words):
@@ -2358,9 +2356,9 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
     """Return int32 (requests [devices, size], slots [b, 2, t]) for a device's rows `hashed` [b, t].
 
     requests[k] lists the distinct rows needed from owner k, as indices into its shard, padded with
-    the shard's length. slots has the index of each token's bigram and trigram row among all
-    returned rows, `size` from each owner. N-grams that do not fit are dropped: they get slot 0,
-    which is always the row for trigrams without enough history.
+    the shard's length. slots has the index of each token's bigram and trigram row among the
+    returned rows, `size` from each owner. N-grams that do not fit are dropped: they get slot 0, the
+    row for trigrams without enough history.
 
     Example with 8 rows on two devices (0-3 and 4-7) and size 3:
         tokens            1  4  1  4  4  4
@@ -2369,8 +2367,8 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
         bigram rows       4  6  6  6  6  6
         trigram rows      0  0  2  3  1  1
         requests[0]       0  1  2            row 3 does not fit
-        requests[1]       0  2  4            rows 4 and 6; padding
-        rows returned     0  1  2  4  6  7   padding is clipped to row 7
+        requests[1]       0  2  4            4: padding
+        rows returned     0  1  2  4  6  7   7: padding
         bigram slots      3  4  4  4  4  4
         trigram slots     0  0  2  0  1  1   fourth token: dropped
     """
@@ -2378,7 +2376,7 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
     hashes = ngram_hashes(hashed, cfg.ngram_rows)
     rows = spread(hashes, cfg.ngram_rows)  # [2, b, t]
     distinct, index = np.unique(rows, return_inverse=True)
-    owner, row_of_shard = np.divmod(distinct, owned)  # sorted, because `distinct` is sorted
+    owner, row_of_shard = np.divmod(distinct, owned)  # sorted, like `distinct`
     first = np.searchsorted(owner, np.arange(devices))  # index of each owner's first row
     place = np.arange(len(owner)) - first[owner]
     fits = place < size
@@ -2391,10 +2389,9 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
 
 
 def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
-    """Return int32 [2, b, t]: the hash of each token's bigram, in the first half of `rows`, and
-    trigram, in the second half (records 62, 92). The last number of each half means not enough
-    history. As in upstream (a bug), the bigram of a row's second token uses `last` instead of the
-    first token."""
+    """Return int32 [2, b, t]: hashes of each token's bigram and trigram, in the first and second
+    half of `rows` (records 62, 92). The last number of each half means not enough history. As in
+    upstream (a bug), the bigram of a row's second token uses `last` instead of the first token."""
     x2_bt, x1_bt, x_bt = last_tokens(np, x_bt)
     position = np.arange(x_bt.shape[1])[None]
     half = rows // 2
@@ -2426,17 +2423,17 @@ def hash_tokens(tokens: tuple, multipliers: tuple[int, ...]):
 
 
 def spread(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Return the table row of each hash in `ids`, int64. Hash rows - 1 (trigrams without enough
-    history) maps to row 0. Small ids give uneven hashes, because their products do not wrap around.
-    Multiplying by a prime spreads them over the owners (Knuth 1973)."""
+    """Return the table row of each hash in `ids`, int64; 0 for trigrams without enough history.
+    Hashes of small ids are uneven, because products do not wrap around. Multiplying by a prime
+    spreads them over the owners (Knuth 1973)."""
     prime = 2_654_435_761  # 2**32 / golden ratio; larger than any table
     return (rows - 1 - ids.astype(np.int64)) * prime % rows
 
 
 def capacity(batch_tokens: int, devices: int) -> int:
-    """Return how many n-gram rows a device can request from each owner per step. In English text, t
-    tokens have up to 2t (1300 / t)^0.06 distinct n-grams (measured: records/NOTES.md). Each owner
-    gets an equal share, with a margin of five standard deviations."""
+    """Return how many n-gram rows a device can request from each owner per step. t tokens of
+    English text have up to 2t (1300 / t)^0.06 distinct n-grams (measured: records/NOTES.md). Owners
+    get equal shares, with a margin of five standard deviations."""
     tokens = batch_tokens // devices
     distinct = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06)
     mean = distinct / devices
@@ -2460,8 +2457,8 @@ def ngram_vectors(model: Model, looked_up: dict, rows: Rows):
 
 
 def signed_sum(signs, ngrams, hashed_bt):
-    """Return n-gram vectors [b, t, d]: the sum of each token's two rows, `ngrams` [b, 2, t, d],
-    times their signs. `signs` is sign_pool or None."""
+    """Return n-gram vectors [b, t, d]: the signed sum of each token's rows `ngrams` [b, 2, t, d].
+    `signs` is sign_pool or None."""
     # With indexing, XLA would pad the gradient of each half to full size.
     bigrams, trigrams = jnp.split(ngrams, 2, axis=1)
     bigrams_btd = bigrams[:, 0]
@@ -2489,8 +2486,8 @@ def sign_ids(x_bt, rows: int):
 
 def ngram_dropout(model: Model, ngrams, tokens):
     """Return `ngrams` [b, 2, t, d] with dropout at rate cfg.ngram_drop, against memorization over
-    several epochs. The mask depends on the step, the seed and each row's `tokens` [t + 1], not on
-    the number of devices."""
+    several epochs. The mask depends on the step and each row's `tokens` [t + 1], not on the number
+    of devices."""
     kept = 1 - model.cfg.ngram_drop
     of_step = jax.random.key(model.hyper.drop_seed.astype(jnp.uint32))
 
@@ -2518,8 +2515,8 @@ def fetch_requests(table, batch: Batch) -> tuple:
 
 def send_to_owners(requested, grads, numbers) -> tuple:
     """Send the gradients of fetched rows to their owners. Return (`numbers`, (ids, gradients)
-    received). The barrier delays the exchange until `numbers` are computed, so that the loss does
-    not wait for it."""
+    received). The barrier delays the exchange until `numbers` are computed, so that the loss is not
+    delayed."""
     grads = grads.reshape(*requested.shape, -1)
     numbers, grads = lax.optimization_barrier((numbers, grads))
     return numbers, (requested, exchange(grads))
@@ -2552,21 +2549,20 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
 
 
 def update_part(rates: AdamRates, add_rows: Callable, so_far: tuple, ids, grads, count):
-    """Update the rows of the first `count` sorted `ids` [r], with gradients [r, d]. `so_far` is
-    (table, mean square of each row, sum of squared gradients). Only update_in_parts passes count <
-    r."""
+    """Update the rows of the first `count` sorted `ids` [r], with gradients [r, d]. `so_far` and
+    the result are as in update_rows. Only update_in_parts passes count < r."""
     table, square, total = so_far
     rows = len(table)
     ids, sums = sum_requests(ids, grads, count, rows, add_rows)
     table, square = adam_rows(table, square, ids, sums, rates)
-    sums = jnp.where(ids[:, None] < rows, sums, 0)  # exclude other parts
+    sums = jnp.where(ids[:, None] < rows, sums, 0)  # zero for other parts
     return table, square, total + jnp.sum(sums * sums)
 
 
 def sum_requests(ids, grads, count, rows: int, add_rows: Callable):
     """Sum the gradients [r, d] of equal ids in the sorted `ids` [r]. Return (distinct ids [r], sums
     float32 [r, d]). Ids after the first `count` are ignored. Padding ids, from `rows` on, are
-    distinct too, because adam_rows promises XLA unique ids: 3 3 7 gives 3, 7, rows + 2."""
+    distinct, because adam_rows promises XLA unique ids: 3 3 7 gives 3, 7, rows + 2."""
     places = jnp.arange(len(ids))
     is_new = jnp.diff(ids, prepend=-1) != 0
     group = jnp.cumsum(is_new) - 1  # index among the distinct ids
@@ -2581,8 +2577,8 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
     """Take one Adam step on the requested rows. Return (table, mean square of each row).
 
     Adam has no mean here, and one second moment per row (record 92). Two moments per element would
-    take 260 GB. `ids` int32 [r] are distinct rows of this shard, or padding from len(table) on;
-    `grad` [r, d] has their summed gradients. Mean squares have already decayed. Changes are added
+    take 260 GB. `ids` int32 [r] are distinct rows of this shard, or padding from len(table) on.
+    `grad` [r, d] are the summed gradients. Mean squares have already decayed. Changes are added
     because a v6e's SparseCores cannot assign."""
     _, beta = rates.betas
     increase = (1 - beta) * jnp.mean(jnp.square(grad), axis=1)
@@ -2605,8 +2601,8 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
 
 # Some layers add a value vector per token id to v (record 14: 115 M; without=values), with a gate
 # per head (record 55: 9 M; without=value_gates). Smear adds a fraction of the previous token's
-# embedding (record 34; without=smear). Learned factors scale q, k, v, o, the residual stream and
-# layer outputs (records 47, 48, 73: 12 M; without=lambdas).
+# embedding (record 34; without=smear). Learned factors scale q, k, v, o, the stream and layer
+# outputs (records 47, 48, 73: 12 M; without=lambdas).
 
 GATE_INPUTS = 12  # features that smear and value gates read (record 28)
 
@@ -2648,14 +2644,14 @@ def lambda_params(cfg: Config) -> dict[str, Param]:
 
 def gated_values(model: Model, i: int, x_btd, looked_up: dict) -> tuple:
     """Return (value vectors [b, t, d], gates [b, t, n]) of layer `i` for HeadInputs.added. Gates
-    read a few features of the normalized input and of the value vector (value residual: Zhou et al.
+    read features of the normalized input and of the value vector (value residual: Zhou et al.
     2024)."""
     number = model.cfg.layers_with("values").index(i)
     values_btd = looked_up["value_tables"][number]
     if not model.cfg.value_gates:
         b, t, _ = x_btd.shape
         return values_btd, jnp.ones((b, t, model.cfg.heads))
-    weights = model.params["value_gate"][number]  # the MUDD layer has none, and is last
+    weights = model.params["value_gate"][number]  # the MUDD layer has no gate, and is last
     half = weights.shape[1] // 2
     features = norm(x_btd)[..., :half], values_btd[..., :half]
     return values_btd, 2 * gate(jnp.concatenate(features, axis=-1), weights)
@@ -2677,8 +2673,8 @@ def gate(x_btd, weights):
 
 
 def post_lambdas(model: Model, i: int):
-    """Return the factors [2] on the attention and MLP outputs of layer `i`. They are 1 in a layer
-    with MUDD, which has per-token weights instead."""
+    """Return the factors [2] on the attention and MLP outputs of layer `i`; ones with MUDD, which
+    weights these outputs per token."""
     if model.cfg.layers[i].mudd:
         return jnp.ones(2, jnp.float32)
     return model.params["post_lambdas"][i]
@@ -2693,10 +2689,10 @@ def post_lambdas(model: Model, i: int):
 # Initial values. xsa and gated have one gate per head, other kinds one per layer.
 GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}
 # Scales of the small MLPs' outputs. Adam's step size does not depend on them, so with 0.1 the
-# outputs change a tenth as fast. As in upstream, only the scale of gates is learned.
-GATE_SCALE = 0.1  # initial value
+# outputs change a tenth as fast.
+GATE_SCALE = 0.1  # initial value; learned, as in upstream
 MUDD_SCALE = 0.1
-SMALL_MLPS = {  # kind -> names of parameters
+SMALL_MLPS = {  # kind -> parameters
     "gate": ("gate_w1", "gate_w2", "gate_b2"),
     "mudd": ("mudd_w1", "mudd_w2", "mudd_b2"),
 }
@@ -2720,7 +2716,7 @@ def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
 
 def small_mlp_params(cfg: Config, kind: str, width: int, scale: float, lr: float) -> dict:
     """Return the stacked parameters of the small MLPs of a kind. The biases are the initial outputs
-    divided by `scale`. Outputs are padded to the largest MLP, as in upstream."""
+    divided by `scale`. Outputs are padded to the largest MLP."""
     rows = []
     for starts in coefficient_starts(cfg, kind):
         rows.append(np.hstack([[], *starts.values()]))  # [] for an MLP without outputs
@@ -2755,7 +2751,7 @@ def gate_params(cfg: Config) -> dict[str, Param]:
 
 def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
     """Return the outputs of small MLP `number` of a kind ("gate" or "mudd"): name -> float32
-    [b, t, count]. Outputs can be negative (records 81, 85). At initialization they are constant,
+    [b, t, count]. Outputs can be negative (records 81, 85). They are constant at initialization,
     because W2 is zero."""
     params = model.params
     starts = coefficient_starts(model.cfg, kind)[number]
@@ -2814,9 +2810,9 @@ def mudd_layer_starts(cfg: Config) -> dict[str, float]:
     arrays = ["first", "source", "x"] if last.reads else ["first", "x"]
     starts = {f"{name}_to_v": 0.0 for name in arrays}
     starts |= {f"{name}_to_x": 0.0 for name in arrays}  # before attention
-    if last.values:  # for each half of the heads
+    if last.values:  # one per half of the heads
         starts |= {"values_left": 2.0, "values_right": 2.0}
-    # After attention and the MLP, instead of resid_lambdas, post_lambdas and gates.
+    # These replace resid_lambdas, post_lambdas and gates.
     starts |= {"keep_attention": math.sqrt(1.1), "attention": 1.0, "first": 0.0}
     if cfg.ngram_rows:
         starts["ngram"] = GATES["ngram"]
@@ -2885,7 +2881,7 @@ def mudd_values(model: Model, mu: dict, arrays: dict, looked_up: dict) -> tuple:
 
 
 def mudd_mix_starts(cfg: Config) -> dict[str, float]:
-    """Return {source of mudd_mix: initial weight}, in order. At first half of `source`, the input
+    """Return {source of mudd_mix: initial weight}, in order. Initially, half of `source`, the input
     of the last attention, is subtracted (records 40, 77)."""
     reads = cfg.layers[-1].reads
     names = ["first", "source", "x"] if reads else ["first", "x"]
@@ -2912,8 +2908,7 @@ def mudd_sources(cfg: Config, inputs: Inputs, outputs: list, arrays: dict) -> tu
 
 def mudd_mix(model: Model, x_btd, sources: tuple):
     """Return the stream plus earlier arrays: x + sum_k (mu_k + delta_kg) source_k. For each token,
-    one small MLP computes a weight mu_k per source and a delta_kg per source and group of features
-    (record 81 with five sources, 92 with ten)."""
+    one small MLP computes mu_k per source and delta_kg per source and group of features."""
     params = model.params
     k = len(sources)
     w1 = params["mudd_w1"][MUDD_MIX]
@@ -2953,7 +2948,7 @@ def blend(x_btd, weights, sources):
 
 
 def key_offset(k_btnh):
-    """Return keys with the non-rotating dimensions of the previous token (record 49). One layer can
+    """Return keys with the non-rotating dimensions taken from the previous token. One layer can
     then find an earlier occurrence of a token and read the token after it (induction), which
     otherwise takes two layers. The first token of a row keeps its own key. Document boundaries are
     ignored."""
@@ -2969,16 +2964,16 @@ def key_offset(k_btnh):
 
 
 def pair_heads(x_btnh):
-    """Reshape [b, t, n, h] to [b, 2t, n/2, h], so that pairs of heads attend as one head over twice
-    the length (record 58). Each head also sees its partner's keys, and a window reaches half as
-    far. The first half of the heads is at positions 2t, the second half at 2t + 1."""
+    """Reshape [b, t, n, h] to [b, 2t, n/2, h], so that pairs of heads attend as one. Each head also
+    sees its partner's keys, and a window reaches half as far. The first half of the heads is at
+    positions 2t, the second half at 2t + 1."""
     b, t, n, h = x_btnh.shape
     return x_btnh.reshape(b, 2 * t, n // 2, h)
 
 
 def exclude_self(y_btnh, v_btnh, gates_btn):
     """Return y - tanh(gate) (y.v / v.v) v (XSA). This removes the component of a head's output
-    along the token's own v, which needs no attention (record 82, in the form of record 86)."""
+    along the token's own v, which is available without attention."""
     y = y_btnh.astype(jnp.float32)
     v = v_btnh.astype(jnp.float32)
     yv = jnp.sum(y * v, axis=-1)
@@ -3005,10 +3000,9 @@ def fast_rail(cfg: Config, momentum) -> tuple[np.ndarray, np.ndarray]:
 
 
 def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
-    """Return (update, new fast average, new slow average) of the gradient (record 92). The update
-    combines both averages and the gradient (Nesterov). Before rails_step only the fast average
-    counts, as in Muon. Averages start at zero without bias correction, because orthogonalize
-    ignores the norm of its input."""
+    """Return (update, new fast average, new slow average) of the gradient. The update combines both
+    averages and the gradient (Nesterov). Before rails_step only the fast average counts, as in
+    Muon. Averages need no bias correction, because orthogonalize ignores the norm of its input."""
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
     slow = slow + slow_rate * (grad - slow)
     average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
@@ -3018,7 +3012,7 @@ def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
 
 def equalize(update, square, rate):
     """Return (update, mean square): an orthogonalized update [matrices, rows, cols] with neurons
-    scaled to similar norms (after NorMuon, Li et al. 2025). The norm of each matrix is unchanged.
+    scaled to similar norms, while each matrix keeps its norm (after NorMuon, Li et al. 2025).
     Neurons are rows of tall and square matrices, and columns of wide ones. `square`
     [matrices, neurons] is their running mean square."""
     along = 2 if update.shape[1] >= update.shape[2] else 1
@@ -3063,17 +3057,16 @@ def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
 
 def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> Param:
     """Return the Param of a small parameter, replicated on all devices and trained by Adam. `lr`
-    and `decay` multiply lr_adam and decay_adam. Weights that mix arrays have other betas than gates
-    and scalars (record 52: 9 M; without=scalar_betas)."""
+    and `decay` multiply lr_adam and decay_adam. Weights that mix arrays have their own betas
+    (record 52: 9 M; without=scalar_betas)."""
     of_mixing, of_gates = cfg.scalar_betas
     betas = of_mixing if mixes else of_gates
     return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
 
 
 def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
-    """Return the Param of a table [rows, width] indexed by token. Rows without gradients keep their
-    initial value, because cautious weight decay skips them. (With cautious=0, all rows of value
-    tables decay.)"""
+    """Return the Param of a table [rows, width] indexed by token. Rows keep their initial value
+    until their first gradient, because cautious weight decay skips them."""
     rates = (70, 5)  # from the record; large because most rows get few gradients
     return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
 
@@ -3116,7 +3109,7 @@ def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """Return a LoaderState for a new run, or for the `cursor` and `offsets` of a checkpoint.
     Without an offset per row, the walks through the candidates start evenly spaced."""
-    rows = cfg.stages[0].rows  # the same in all stages (checked by validate)
+    rows = cfg.stages[0].rows  # equal in all stages (see validate)
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
         offsets = [(first + cfg.vocab * row // rows) % cfg.vocab for row in range(rows)]
@@ -3137,8 +3130,8 @@ STALL_SECONDS = 10  # a longer wait for a batch is reported
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
     """Yield `items`, prefetched up to `depth` ahead in a thread. The thread starts items only while
-    the clock is `running`; otherwise their time would not be counted. `late` is called with a
-    message when an item takes long. Closing the generator ends the thread."""
+    the clock is `running`; otherwise their time would not count. `late` is called with a message
+    when an item takes long. Closing the generator ends the thread."""
     ready = queue.Queue(depth)
     closed = threading.Event()
 
@@ -3174,8 +3167,8 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
 
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
 
-# llm.c's format: a header of 256 int32 (magic number, version, number of tokens, zeros), followed
-# by uint16 tokens.
+# Shards use llm.c's format: a header of 256 int32 (magic number, version, number of tokens, zeros),
+# then uint16 tokens.
 SHARD_NAME = re.compile(r"([^.].*)_(train|val)_\d+\.bin")  # data set, split; skips hidden files
 SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
@@ -3183,9 +3176,9 @@ HEADER_BYTES = 1024
 
 
 class Documents(NamedTuple):
-    """Documents of a shard in reading order, as positions in the shard. For documents of 5, 2 and 3
-    tokens read in the order third, first, second: starts 7, 0, 5; stops 10, 5, 7; places 0, 3,
-    8."""
+    """Documents of a shard in reading order, as positions in the shard. Documents of 5, 2 and 3
+    tokens, read in the order third, first, second, have starts 7, 0, 5; stops 10, 5, 7; and places
+    0, 3, 8."""
 
     places: np.ndarray  # start of each document if the shard had this order
     starts: np.ndarray  # first token of each document
@@ -3195,8 +3188,8 @@ class Documents(NamedTuple):
 class TokenStream:
     """The tokens of one split: its shards sorted by name, repeated `passes` times.
 
-    A cursor is a position in this stream. Later epochs shuffle the documents of each shard, or
-    without doc_cap its rows. The order depends only on `seed`, the shard and the row length, so a
+    A cursor is a position in this stream. Later epochs shuffle the documents of each shard (its
+    rows if doc_cap is 0). The order depends only on `seed`, the shard and the row length, so a
     cursor is enough to resume."""
 
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1, seed: int = 0):
@@ -3219,7 +3212,7 @@ class TokenStream:
         return -(-cursor // int(self.ends[len(self.paths) - 1]))
 
     def find_documents(self, number: int) -> Documents:
-        """Return the Documents of shard `number` of the stream."""
+        """Return the Documents of shard `number`."""
         tokens = self.shards[number]
         starts = np.flatnonzero(tokens == self.bos)
         stops = np.append(starts, len(tokens))[1:]
@@ -3245,7 +3238,7 @@ class TokenStream:
             return cursor
         starts = self.rows(number, t)
         row = (cursor - base) // t
-        if row >= len(starts):  # the remainder at the end of a shard
+        if row >= len(starts):  # the remainder of a shard
             return cursor
         return base + int(starts[row])
 
@@ -3283,9 +3276,9 @@ def open_shard(path) -> np.memmap:
 
 
 def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """Return ([(row, start, stop)], next cursor): the pieces of the stream that make up a batch.
-    Without doc_cap, rows ignore document boundaries. In the first epoch they are consecutive, and a
-    row's last target is the first input of the next row."""
+    """Return ([(row, start, stop)], next cursor): the pieces of the stream that form a batch.
+    Without doc_cap, rows ignore document boundaries. In the first epoch rows are consecutive, and a
+    row's last target is the next row's first input."""
     if stage.doc_cap:
         return plan_packed(stream, cursor, stage)
     t = stage.row_tokens
@@ -3295,14 +3288,14 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """Return plan_rows for rows that contain only beginnings of documents. These need little
-    context, and attention never needs tokens of another row (records 26, 29: 18 M;
-    without=packing).
+    """Plan a batch as plan_rows does, with rows that contain only beginnings of documents.
+    Beginnings need little context, and attention never needs tokens of another row (records 26, 29:
+    18 M; without=packing).
 
     A piece starts at a document's BOS. It ends with the document, after doc_cap tokens, or when the
-    row is full. The rest of the document is skipped. Rows of t+1 tokens (t inputs and the last
-    target) are filled in order, to match upstream's batches. If a shard has too few documents left,
-    the full batch comes from the next shard."""
+    row is full. The rest of the document is skipped. Rows of t+1 tokens are filled in order, to
+    match upstream's batches. If a shard has too few documents left, the full batch comes from the
+    next shard."""
     while True:
         number, base = stream.shard_at(cursor)
         documents = stream.documents(number)
