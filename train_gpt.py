@@ -2943,8 +2943,8 @@ def blend(x_btd, weights, sources):
 # ---- Heads: key offset, pairs, XSA ---------------------------------------------------------------
 
 # In long layers half of each key comes from the previous token (record 49: 13 M;
-# without=key_offset). Pairs of heads attend as one (58: 17 M; without=paired). XSA removes the
-# token's own value from the output of each head (82, 86: 8 M; without=xsa).
+# without=key_offset). Pairs of heads attend as one (record 58: 17 M; without=paired). XSA removes
+# the token's own value from head outputs (records 82, 86: 8 M; without=xsa).
 
 
 def key_offset(k_btnh):
@@ -2965,7 +2965,7 @@ def key_offset(k_btnh):
 
 def pair_heads(x_btnh):
     """Reshape [b, t, n, h] to [b, 2t, n/2, h], so that pairs of heads attend as one. Each head also
-    sees its partner's keys, and a window reaches half as far. The first half of the heads is at
+    sees its partner's keys, and windows reach half as far. The first half of the heads is at
     positions 2t, the second half at 2t + 1."""
     b, t, n, h = x_btnh.shape
     return x_btnh.reshape(b, 2 * t, n // 2, h)
@@ -3318,7 +3318,7 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
 
 
 def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
-    """Return the rows `here` of a plan, uint16 [rows, t + 1]."""
+    """Return the planned rows in `here`, uint16 [rows, t + 1]."""
     parts = {row: [] for row in here}
     for row, start, stop in pieces:
         if row in parts:
