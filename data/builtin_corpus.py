@@ -2,11 +2,11 @@
 
     python data/builtin_corpus.py [FOLDER]
 
-Four kinds of text: the language reference in `pydoc_data.topics`, docstrings and block comments of
-the standard library (sources are parsed, never imported), and docstrings of C modules. Paragraphs
-that came before are left out, so that validation text is not in the training text. Tokens are
-byte-level BPE with merges learned here, from the training documents only. The same Python always
-gives the same files, others give slightly different ones: compare losses only within one version.
+The text consists of the language reference in `pydoc_data.topics`, docstrings and block comments of
+the standard library (sources are parsed, never imported), and docstrings of C modules. Repeated
+paragraphs are dropped, so validation text is not in the training text. Tokens are byte-level BPE;
+the merges are learned from the training documents only. A version of Python always makes the same
+files, but other versions make different files: compare losses only within one version.
 """
 
 import ast
@@ -30,36 +30,35 @@ from types import ModuleType
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from shards import BYTE_BPE_PATTERN, byte_bpe, encode_documents, write_shard, write_whole
 
-# Importing shards has put the folder of train_gpt.py on the path.
-from train_gpt import MERGES, Parser, need, report_errors, tell
+from train_gpt import MERGES, Parser, need, report_errors, tell  # shards has set the path
 
 DEFAULT_FOLDER = Path(__file__).resolve().parent / "builtin"
-VAL_BYTES = 300_000  # of text for validation, at least
-MIN_DOCUMENT_CHARS = 200  # what is left of a module or topic is no document below this
-DOCUMENT_CHARS = 4000  # a module that says more than this is cut, between entries
-VOCAB = 2048  # tokens: 256 bytes, the merges, <|endoftext|>
+VAL_BYTES = 300_000  # smallest size of the validation text
+MIN_DOCUMENT_CHARS = 200  # shorter documents are dropped
+DOCUMENT_CHARS = 4000  # a longer module becomes several documents, split between entries
+VOCAB = 2048  # 256 bytes, the merges, and <|endoftext|>
 MIN_COMMENT_WORDS = 8  # shorter block comments are mostly labels and commented-out lines
-MIN_REPEAT_CHARS = 80  # "For example:" may come again, a whole paragraph may not
+MIN_REPEAT_CHARS = 80  # shorter paragraphs, such as "For example:", may be repeated
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "pydoc_data"}
-# Test suites and applications, which many Linux packages leave out.
+# Many Linux packages do not include these test suites and applications.
 SKIPPED_FOLDERS |= {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
-# Importing these has no side effects, no .py file repeats their docstrings, and programs do not
-# replace their functions (which is why sys, with its hooks, is not here).
+# Importing these modules has no side effects, no .py file repeats their docstrings, and programs do
+# not replace their functions (programs do replace the hooks in sys).
 C_MODULES = """
     _codecs _collections _curses _socket _ssl _thread array atexit binascii builtins cmath
     faulthandler gc itertools marshal math mmap nt posix pyexpat resource select time unicodedata
     zlib
 """.split()
 
-Entry = tuple[str, str]  # a piece of a document: a heading (a line, or "") and the text below it
+Entry = tuple[str, str]  # part of a document: (heading, one line or ""; text)
 
 
 def docstring_entries(node: ast.AST, name: str, signature: str = "") -> Iterator[tuple[int, Entry]]:
-    """(line number, docstring under its qualified name and signature), in source order."""
+    """Yield (line number, (qualified name and signature, docstring)), in source order."""
     if text := ast.get_docstring(node):
         yield node.body[0].lineno, (f"{name}{signature}\n", text)
     for child in node.body:
@@ -71,7 +70,7 @@ def docstring_entries(node: ast.AST, name: str, signature: str = "") -> Iterator
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements below `node`; several times faster than ast.walk, which visits expressions."""
+    """Yield all statements below `node`; faster than ast.walk, which also visits expressions."""
     for field in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, field, ()):
             yield child
@@ -79,8 +78,8 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def comment_entries(source: str, tree: ast.Module) -> Iterator[tuple[int, Entry]]:
-    """(line number, block of consecutive whole-line comments), in source order."""
-    inside = set()  # lines of simple statements: what begins with "#" there may be in a string
+    """Yield (line number, block of consecutive whole-line comments), in source order."""
+    inside = set()  # lines of simple statements, where "#" may be in a multi-line string
     for node in statements(tree):
         if not hasattr(node, "body"):
             inside.update(range(node.lineno, node.end_lineno + 1))
@@ -97,10 +96,10 @@ def comment_entries(source: str, tree: ast.Module) -> Iterator[tuple[int, Entry]
 
 
 def module_documents(root: Path) -> list[list[Entry]]:
-    """One document for each .py file under `root`: docstrings and comments in source order."""
+    """Return one document per .py file under `root`: docstrings and comments in source order."""
     paths, documents = [], []
     for folder, names, files in os.walk(root):
-        names[:] = {*names} - SKIPPED_FOLDERS  # site-packages may hold 100,000 files
+        names[:] = {*names} - SKIPPED_FOLDERS  # site-packages can have 100,000 files
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     for path in sorted(paths):
         parts = path.relative_to(root).with_suffix("").parts
@@ -114,7 +113,7 @@ def module_documents(root: Path) -> list[list[Entry]]:
 
 
 def c_entries(owner: object, name: str) -> Iterator[Entry]:
-    """Docstrings of a C module (or of a class in it, name MODULE.CLASS) and of what it defines."""
+    """Yield the docstrings of a C module, or of a class MODULE.CLASS, and of its members."""
     if isinstance(text := owner.__doc__, str) and text.strip():
         signature = getattr(owner, "__text_signature__", None) or ""
         yield name + signature.replace("$", "") + "\n", inspect.cleandoc(text)
@@ -126,8 +125,9 @@ def c_entries(owner: object, name: str) -> Iterator[Entry]:
 
 
 def without_repeats(documents: Iterable[list[Entry]]) -> Iterator[str]:
-    """The documents as text, less paragraphs and entries that came before. Long ones are cut after
-    DOCUMENT_CHARS or more, between entries; a short rest is dropped."""
+    """Yield the documents as text, without paragraphs and entries that occurred earlier.
+
+    Splits a long document when it has DOCUMENT_CHARS; drops a short remainder."""
     seen = set()
     for document in documents:
         kept, size = [], 0
@@ -151,18 +151,19 @@ def without_repeats(documents: Iterable[list[Entry]]) -> Iterator[str]:
 
 
 def collect() -> list[str]:
-    """The documents in the order of their SHA-1; UserError if this Python has no sources."""
+    """Return the documents in the order of their SHA-1. Raise UserError if this Python has no
+    sources."""
     library = Path(sysconfig.get_path("stdlib"))
-    cure = "use a full CPython, or text of your own with data/tokenize_text.py"
-    lacks = f"no Python sources in {library}: this installation is zipped or stripped, {cure}"
-    need((library / "pydoc_data" / "topics.py").exists(), lacks)
+    fix = "use a full CPython, or text of your own with data/tokenize_text.py"
+    missing = f"no Python sources in {library}: this installation is zipped or stripped: {fix}"
+    need((library / "pydoc_data" / "topics.py").exists(), missing)
     from pydoc_data.topics import topics
 
     # Longest first: some topics contain others.
     texts = sorted(topics.values(), key=lambda text: (-len(text), text))
     found = [[("", text.strip())] for text in texts]
     for name in C_MODULES:
-        with contextlib.suppress(ImportError):  # not built here, or of another platform
+        with contextlib.suppress(ImportError):  # not built, or for another platform
             found.append([*c_entries(importlib.import_module(name), name)])
     found += module_documents(library)
     texts = (text.encode("utf-8", "replace").decode() for text in without_repeats(found))
@@ -170,11 +171,12 @@ def collect() -> list[str]:
 
 
 def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
-    """The `count` merges of byte-pair encoding (Sennrich et al. 2016) that `texts` call for. Again
-    and again the most frequent pair of neighbouring tokens (of several, the first in the order of
-    their bytes) becomes a token. Pairs are counted in distinct words, weighted by how often each
-    occurs, and only those around merged ones anew. A token is one character here, so that a merge
-    is str.replace. The heap holds outdated counts too: one is used only if it is still true."""
+    """Return `count` merges of byte-pair encoding (Sennrich et al. 2016), learned from `texts`.
+
+    Each merge turns the most frequent pair of adjacent tokens into a new token; of several pairs,
+    the first in byte order. Pairs are counted in distinct words, weighted by the frequency of the
+    word, and recounted only next to a merge. A token is one character here, so a merge is
+    str.replace. The heap also contains outdated counts, which are skipped."""
     frequency = Counter()
     for text in texts:
         frequency.update(re.findall(BYTE_BPE_PATTERN, text))
@@ -197,7 +199,7 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
         negative, first, second, pair = heapq.heappop(heap)
         if -negative != counts[pair]:
             continue
-        # Two pairs can make the same token.
+        # Two pairs can give the same token.
         merged = character_of.setdefault(first + second, chr(len(token_of)))
         token_of[merged] = first + second
         changed = set()
@@ -218,15 +220,16 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write a training and a validation shard and merges.json, and say what they hold. Takes about
-    five seconds. The first documents in SHA-1 order are for validation."""
+    """Write a training shard, a validation shard and merges.json, in about five seconds.
+
+    The first documents in SHA-1 order are for validation."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER)
     folder = parser.parse_args(argv).folder
     folder.mkdir(parents=True, exist_ok=True)
     documents = collect()
     sizes = np.cumsum([len(text.encode()) for text in documents])
-    count = int(np.searchsorted(sizes, VAL_BYTES)) + 1  # the first to reach that
+    count = int(np.searchsorted(sizes, VAL_BYTES)) + 1  # of validation documents
     merges = learn_merges(documents[count:], VOCAB - 257)
     arrays = encode_documents(byte_bpe(merges), documents)
     val, train = np.concatenate(arrays[:count]), np.concatenate(arrays[count:])
@@ -239,5 +242,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # or half the time goes into looking for cycles among the nodes of syntax trees
+    gc.disable()  # it would take half of the time, to search syntax trees for cycles
     sys.exit(report_errors(main))

@@ -2,12 +2,14 @@
 
     python data/cached_fineweb10B.py [N] [--dir DIR]
 
-A shard is 100 M tokens, 200 MB; all 103 are 10.3 B tokens. Shards that are there and whole are left
-alone, so run it again after an interruption, which begins its shard anew, or with a larger N. Each
-shard must have the SHA-256 that huggingface.co publishes for one revision of the dataset. These are
-kept in DIR/hashes.json, by which the trainer logs that it has read the published shards.
+A shard has 100 M tokens (200 MB); all 103 have 10.3 B tokens. Complete shards are kept, so run the
+script again after an interruption or with a larger N; an interrupted shard starts from the
+beginning. Each shard must have the SHA-256 that huggingface.co publishes for one revision of the
+dataset. The hashes are stored in DIR/hashes.json, which tells train_gpt.py that a run has read the
+published shards.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,86 +17,75 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # folder of train_gpt.py
 
-from train_gpt import HASHES, Parser, UserError, need, open_shard, report_errors, tell
+from train_gpt import HASHES, Parser, UserError, fcntl, need, open_shard, report_errors, tell
 
-# isort: split
-
-from shards import locked, work_folder
-
-REPO = "kjj0/fineweb10B-gpt2"  # a dataset on huggingface.co, or where HF_ENDPOINT says
+REPO = "kjj0/fineweb10B-gpt2"  # dataset on huggingface.co (or on HF_ENDPOINT)
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
 MAX_SHARDS = 103
 DEFAULT_DIR = Path(__file__).resolve().parent / "fineweb10B"
 
 
 def stored_hashes(folder: Path) -> dict[str, str]:
-    """File name -> the SHA-256 that REVISION has for it, as an earlier call has stored it."""
+    """Return file name -> SHA-256 in REVISION, for the shards that were checked before."""
     try:
         stored = json.loads((folder / HASHES).read_text())
         return stored["sha256"] if stored["revision"] == REVISION else {}
-    except (OSError, ValueError, LookupError, TypeError):  # there is none, or it is damaged
+    except (OSError, ValueError, LookupError, TypeError):  # the file is missing or damaged
         return {}
 
 
 def published_hashes(names: list[str]) -> dict[str, str]:
-    """The same for these names, asked of the Hub."""
+    """Return file name -> SHA-256 in REVISION, from the Hub."""
     from huggingface_hub import HfApi
 
     found = HfApi().get_paths_info(REPO, names, revision=REVISION, repo_type="dataset")
     return {file.path: file.lfs.sha256 for file in found}
 
 
-def check_hash(path: Path, hashes: dict[str, str]) -> None:
-    """ValueError if a shard does not have its published hash."""
-    with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if sha256 != hashes[path.name]:
-        raise ValueError(f"its SHA-256 is {sha256}, published is {hashes[path.name]}")
-
-
-def missing_shards(paths: list[Path]) -> list[Path]:
-    """Those that are not there, or damaged."""
-    missing = []
-    for path in paths:
-        try:
-            open_shard(path)
-        except UserError:
-            missing.append(path)
-    return missing
-
-
-def as_published(path: Path, hashes: dict[str, str]) -> bool:
-    """Whether a shard is there and has its published hash."""
+def is_complete(path: Path, sha256: str | None = None) -> bool:
+    """Return whether a shard exists, is complete, and has the hash `sha256` (if given)."""
     try:
-        check_hash(path, hashes)
-        return True
-    except (OSError, ValueError):
+        open_shard(path)
+    except UserError:
         return False
+    if sha256 is None:
+        return True
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def download(paths: list[Path], folder: Path) -> None:
-    """Fetch those of `paths` that are missing in `folder` or not as published, when no other
-    process is doing so, and store their hashes."""
+    """Make sure that all `paths` in `folder` are the published shards, and store their hashes.
+
+    Only one process at a time does this; the next process finds complete shards."""
     from huggingface_hub import hf_hub_download
 
-    with work_folder(folder, ".downloading-") as work, locked(folder):
+    with open(folder / ".lock", "w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         hashes = stored_hashes(folder)
-        checked = {*hashes}
-        if names := [path.name for path in paths if path.name not in hashes]:
-            hashes |= published_hashes(names)
+        names = [path.name for path in paths if path.name not in hashes]
+        unchecked = published_hashes(names) if names else {}
+        hashes |= unchecked
+        work = folder / ".downloading"
+        shutil.rmtree(work, ignore_errors=True)  # left by an interrupted download
+        work.mkdir()
         for path in paths:
-            if missing_shards([path]) or not (path.name in checked or as_published(path, hashes)):
-                tell(f"downloading {path.name}")
-                where = {"repo_type": "dataset", "revision": REVISION, "local_dir": work}
-                hf_hub_download(REPO, path.name, **where)
-                open_shard(work / path.name)
-                check_hash(work / path.name, hashes)
-                os.replace(work / path.name, path)
-        (work / HASHES).write_text(json.dumps({"revision": REVISION, "sha256": hashes}, indent=1))
+            if is_complete(path, unchecked.get(path.name)):
+                continue
+            tell(f"downloading {path.name}")
+            where = {"repo_type": "dataset", "revision": REVISION, "local_dir": work}
+            hf_hub_download(REPO, path.name, **where)
+            new = work / path.name
+            wrong = f"{path.name} is incomplete, or has another SHA-256"
+            need(is_complete(new, hashes[path.name]), wrong)
+            os.replace(new, path)
+        contents = {"revision": REVISION, "sha256": hashes}
+        (work / HASHES).write_text(json.dumps(contents, indent=1))
         os.replace(work / HASHES, folder / HASHES)
+        shutil.rmtree(work)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -102,35 +93,30 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("shards", nargs="?", type=int, default=9, metavar="N", help="default: 9")
     parser.add_argument("--dir", default=DEFAULT_DIR, help="default: data/fineweb10B")
     args = parser.parse_args(argv)
-    possible = 1 <= args.shards <= MAX_SHARDS
-    need(possible, f"N={args.shards}: there are 1 to {MAX_SHARDS} training shards")
+    in_range = 1 <= args.shards <= MAX_SHARDS
+    need(in_range, f"N={args.shards} must be from 1 to {MAX_SHARDS}, the number of training shards")
     folder = Path(os.path.expanduser(args.dir))
     folder.mkdir(parents=True, exist_ok=True)
     train = [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
     paths = [folder / name for name in ("fineweb_val_000000.bin", *train)]
-    missing = missing_shards(paths)
+    missing = [path for path in paths if not is_complete(path)]
     unverified = ""
     try:
-        if missing:
-            tell(f"{folder} lacks {len(missing)} of {len(paths)} shards; downloads take turns")
         if missing or not stored_hashes(folder).keys() >= {path.name for path in paths}:
             download(paths, folder)
     except Exception as error:  # OSError, HTTP errors, RuntimeError: no common base class
-        missing = missing_shards(missing)
-        if missing and isinstance(error, ImportError):
-            raise UserError(f"{error}: pip install huggingface_hub") from None
-        cause = error.__cause__ or error  # the Hub's library hides some in a vaguer one
+        missing = [path for path in missing if not is_complete(path)]
+        cause = error.__cause__ or error  # huggingface_hub hides some causes behind a vaguer error
         reason = f"{type(cause).__name__}: {cause}"
-        if missing:
-            free = f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
-            cure = "check the network and the disk, and run this again, it begins this shard anew"
-            there = f"{len(paths) - len(missing)} of {len(paths)} shards are whole"
-            there += f", the others take {0.2 * len(missing):.1f} GB, {free}"
-            what = f"{missing[0].name} cannot be downloaded: {cure}; {there}"
-            raise UserError(f"{what} ({reason})") from None
-        unverified = f"; not verified, as their hashes cannot be looked up ({reason})"
+        free = f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free"
+        fix = f"check the network and the disk ({free}), then run this again"
+        if isinstance(error, ImportError):
+            fix = "pip install huggingface_hub"
+        progress = f"{len(missing)} of {len(paths)} shards (0.2 GB each) are missing in {folder}"
+        need(not missing, f"cannot download: {reason}: {fix}; {progress}")
+        unverified = f"; not verified, as the hashes could not be looked up ({reason})"
     shards = f"the validation shard and {args.shards} training shards"
-    tell(f"{folder}: {shards}, all whole{unverified}")
+    tell(f"{folder}: {shards}, all complete{unverified}")
 
 
 if __name__ == "__main__":

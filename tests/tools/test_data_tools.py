@@ -27,7 +27,7 @@ from conftest import ROOT
 import train_gpt as T
 
 
-def test_the_trainer_reads_the_shard_that_is_written(tmp_path):
+def test_the_trainer_reads_a_written_shard(tmp_path):
     path, tokens = tmp_path / "x_train_000007.bin", [50256, 0, 65535, 3]
     shards.write_shard(path, np.array(tokens, np.uint16))
     assert T.open_shard(path).tolist() == tokens
@@ -37,7 +37,7 @@ def test_the_trainer_reads_the_shard_that_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("crash", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
-def test_a_crash_while_writing_leaves_what_was_there(tmp_path, monkeypatch, crash):
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch, crash):
     def crashes(*_):
         raise crash
 
@@ -52,8 +52,8 @@ def test_a_crash_while_writing_leaves_what_was_there(tmp_path, monkeypatch, cras
 
 
 @pytest.mark.parametrize("tool", ["tokenize_text", "builtin_corpus", "cached_fineweb10B"])
-def test_windows_is_told_in_one_line_what_to_use(tool):
-    """Also by a Python that leaves the script's folder off the path."""
+def test_on_windows_one_line_advises_wsl(tool):
+    """With -P, Python does not add the script's folder to the path."""
     code = f"import runpy, sys; sys.modules['fcntl'] = None; runpy.run_path('data/{tool}.py')"
     argv = [sys.executable, "-P", "-c", code]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
@@ -61,11 +61,11 @@ def test_windows_is_told_in_one_line_what_to_use(tool):
     assert done.stderr.startswith("error: import of fcntl halted") and "use WSL" in done.stderr
 
 
-# ---- How train_gpt.py runs the tools, and its cache --------------------------------------------
+# ---- train_gpt.py runs the tools; its cache ------------------------------------------------------
 
 
 def test_tools_run_in_an_unusual_python(tmp_path, monkeypatch):
-    """One that leaves the script's folder off the path, has no lzma, and prints when it starts."""
+    """It has no lzma, prints when it starts, and does not add the script's folder to the path."""
     code = "import sys; sys.modules |= {'lzma': None, '_lzma': None}; print('[welcome]')"
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -79,7 +79,7 @@ def test_tools_run_in_an_unusual_python(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """A function that writes data/tool.py with a given source, beside a copy of train_gpt.py."""
+    """Return a function that writes the source of data/tool.py, a tool of train_gpt.py."""
 
     def write(source):
         (tmp_path / "data").mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def test_a_tool_that_is_killed_is_reported(tool):
         with pytest.raises(T.UserError, match=rf"^data/tool.py was killed \(signal {reason}"):
             T.run_tool("tool.py")
     tool("sys.exit(2)")
-    with pytest.raises(T.UserError, match="^$"):  # it has printed why
+    with pytest.raises(T.UserError, match="^$"):  # the tool has printed the reason
         T.run_tool("tool.py")
 
 
@@ -136,7 +136,7 @@ def test_signals_that_end_the_trainer_end_its_tool(tmp_path, tool):
     assert (done.returncode, done.stdout, done.stderr) == (0, "both ended\n" * 3, "")
 
 
-def test_signal_handlers_are_as_before_after_a_tool_has_run(tool):
+def test_signal_handlers_are_restored_after_a_tool_has_run(tool):
     def of_user(number, frame):
         pass
 
@@ -212,7 +212,7 @@ def test_a_user_without_home_has_a_private_cache_or_none(tmp_path, monkeypatch, 
     assert T.user_cache() is None
 
 
-def test_text_comes_back_from_its_tokens(tmp_path):
+def test_decoding_returns_the_text(tmp_path):
     (tmp_path / "merges.json").write_text('["7468", "746865"]')  # th, the
     encoding = shards.text_encoding("bpe", tmp_path)
     ids = encoding.encode_ordinary("the other Grüße")
@@ -220,7 +220,7 @@ def test_text_comes_back_from_its_tokens(tmp_path):
     assert encoding.decode(ids) == "the other Grüße"
 
 
-def test_an_encoding_that_cannot_be_had_is_named_in_one_line(tmp_path, monkeypatch):
+def test_a_missing_encoding_is_named_in_one_line(tmp_path, monkeypatch):
     for content in (None, "[", '{"a": 1}', "[1]", '["xy"]'):
         if content:
             (tmp_path / "merges.json").write_text(content)
@@ -236,8 +236,8 @@ def test_an_encoding_that_cannot_be_had_is_named_in_one_line(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_the_corpus_is_the_same_anywhere_and_its_validation_is_not_in_training(tmp_path):
-    """Made by the command in a process with its own order of sets; learned again in this one."""
+def test_the_corpus_is_reproducible_and_its_validation_is_not_in_training(tmp_path):
+    """A process with another hash seed makes it; this process learns the merges again."""
     argv = [sys.executable, builtin_corpus.__file__, tmp_path]
     env = os.environ | {"PYTHONHASHSEED": "1"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
@@ -265,7 +265,7 @@ def test_the_corpus_is_the_same_anywhere_and_its_validation_is_not_in_training(t
 
 
 def slow_merges(texts: list[str], count: int) -> list[bytes]:
-    """Byte-pair encoding by counting everything again for every merge."""
+    """Learn byte-pair encoding; count all pairs again for every merge."""
     found = [word for text in texts for word in re.findall(shards.BYTE_BPE_PATTERN, text)]
     words = [[bytes([byte]) for byte in word.encode()] for word in found]
     merges = []
@@ -281,9 +281,9 @@ def slow_merges(texts: list[str], count: int) -> list[bytes]:
     return merges
 
 
-def test_merges_are_those_of_plain_counting():
+def test_merges_equal_the_merges_of_plain_counting():
     texts = ["aaaa aaab banana bandana", "  indented\n\n    more  \n", "naïve 1234 12 123!"] * 3
-    for seed in range(20):  # few letters have many ties and neighbours
+    for seed in range(20):  # few letters give many ties
         texts.append("".join(np.random.default_rng(seed).choice(list("aab b"), 400)))
         assert builtin_corpus.learn_merges(texts[-5:], 40) == slow_merges(texts[-5:], 40)
 
@@ -291,7 +291,7 @@ def test_merges_are_those_of_plain_counting():
 SOURCE = '''"""About the module."""
 # A comment of eight words or more is kept, as this one.
 TEXT = """
-# This is no comment, however many words it has, but a string.
+# This is not a comment, however many words it has, but a string.
 """
 class A(Base):
     async def f(self, x: int = 1):  # short
@@ -310,7 +310,7 @@ def test_the_corpus_has_the_docstrings_and_comments_of_a_module(tmp_path):
     ]]  # fmt: skip
 
 
-def test_the_corpus_leaves_out_repeats_and_cuts_long_modules():
+def test_the_corpus_drops_repeats_and_splits_long_modules():
     long, short = "a long paragraph " * 20, "a short one"
     first = [("h\n", long), ("h\n", short)]
     second = [("h\n", short), ("i\n", f"{short}\n\nnew {long}\n\n{long}")]
@@ -331,7 +331,7 @@ def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(tmp_path_factory, monkeypatch):
-    """A stand-in for huggingface_hub with shards of 50 tokens; `hub.asked` lists the downloads."""
+    """Replace huggingface_hub: shards have 50 tokens, `hub.asked` lists the downloads."""
     place = "kjj0/fineweb10B-gpt2", "dataset", "889765ea1f903759787add96995d81171b632d0c"
 
     def get_paths_info(repo, paths, *, repo_type, revision):
@@ -344,12 +344,12 @@ def hub(tmp_path_factory, monkeypatch):
     def hf_hub_download(repo, name, *, repo_type, revision, local_dir):
         assert (repo, repo_type, revision) == place
         hub.asked.append(name)
-        with shards.locked(Path(local_dir).parent, fcntl.LOCK_NB) as free:
-            assert not free, "another download can run beside this one"
+        with open(Path(local_dir).parent / ".lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other download can run
         if hub.error:
             raise hub.error
         path = Path(local_dir) / name
-        if not path.exists():  # as the real one, which does not look into what is there
+        if not path.exists():  # the real function does not check an existing file
             shutil.copy(shard, path)
         os.truncate(path, path.stat().st_size - hub.lost_bytes)
 
@@ -377,31 +377,30 @@ def test_the_download_gets_what_is_missing_or_damaged(tmp_path, hub, capsys, mon
     assert asked("3") == names[3:4]
     os.truncate(folder / names[2], 1100)
     assert asked("3") == names[2:3]
-    assert asked() == names[4:]  # nine by default
+    assert asked() == names[4:]  # nine is the default
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert asked("9") == []  # neither the library nor the network is needed
-    assert "the validation shard and 9 training shards, all whole" in capsys.readouterr().out
+    assert asked("9") == []  # without the library and the network
+    assert "the validation shard and 9 training shards, all complete" in capsys.readouterr().out
 
 
-def test_a_download_that_fails_says_why_in_one_line(tmp_path, hub, monkeypatch):
-    def fails(says, count="1"):
+def test_a_failed_download_has_its_reason_in_one_line(tmp_path, hub, monkeypatch):
+    def fails(reason, count="1"):
         hub.asked.clear()
-        with pytest.raises(T.UserError, match=says):
+        with pytest.raises(T.UserError, match=reason):
             cached_fineweb10B.main([count, "--dir", str(tmp_path)])
         return len(hub.asked)
 
     for count in ("0", "104", "nine"):
         assert fails("N", count) == 0
     for hub.error in (ConnectionError("offline"), OSError("No space left on device"), Exception):
-        assert fails("check the network and the disk, and run this again") == 1
+        assert fails("check the network and the disk .*, then run this again") == 1
     hub.error, hub.lost_bytes = None, 10
-    assert fails("is not a complete token shard") == 1
+    assert fails("fineweb_val_000000.bin is incomplete, or has another SHA-256") == 1
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     fails("pip install huggingface_hub")
 
 
-def test_a_refusal_says_what_is_there_and_what_is_missing(tmp_path, hub, monkeypatch, capsys):
-    """What is there stays, and nothing else."""
+def test_a_failed_download_keeps_complete_shards(tmp_path, hub, monkeypatch, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=1.23e9))
     argv = ["--dir", str(tmp_path)]
     cached_fineweb10B.main(["1", *argv])
@@ -409,27 +408,42 @@ def test_a_refusal_says_what_is_there_and_what_is_missing(tmp_path, hub, monkeyp
     hub.error.__cause__ = OSError(errno.ENOSPC, "No space\nleft")
     assert T.report_errors(lambda: cached_fineweb10B.main(["4", *argv])) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: fineweb_train_000002.bin cannot be downloaded: check the ne")
-    assert "2 of 5 shards are whole, the others take 0.6 GB, 1.2 GB are free in" in line
-    assert "begins this shard anew" in line and line.endswith("(OSError: [Errno 28] No space left)")
-    names = ["fineweb_train_000001.bin", "fineweb_val_000000.bin", "hashes.json"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert line.startswith("error: cannot download: OSError: [Errno 28] No space left: check the ")
+    assert "1.2 GB are free" in line and "3 of 5 shards (0.2 GB each) are missing in" in line
+    names = {"fineweb_train_000001.bin", "fineweb_val_000000.bin", "hashes.json"}
+    assert {path.name for path in tmp_path.iterdir()} >= names
+    hub.error = None
+    cached_fineweb10B.main(["2", *argv])
+    names |= {"fineweb_train_000002.bin", ".lock"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_parts_of_killed_downloads_are_removed(tmp_path, hub):
-    (tmp_path / ".downloading-killed").mkdir()
+    name = "fineweb_val_000000.bin"
+    (tmp_path / ".downloading").mkdir()
+    (tmp_path / ".downloading" / name).write_bytes(b"incomplete")
     cached_fineweb10B.main(["1", "--dir", str(tmp_path)])
-    assert not [*tmp_path.glob(".downloading-*")]
+    assert not (tmp_path / ".downloading").exists()
 
 
-def test_a_download_waits_for_a_running_one_and_gets_nothing_twice(tmp_path, hub):
+def test_a_file_system_without_locks_gets_its_download(tmp_path, hub, monkeypatch):
+    def flock(*_):
+        raise BlockingIOError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    cached_fineweb10B.main(["1", "--dir", str(tmp_path)])
+    assert len(hub.asked) == 2
+
+
+def test_a_download_waits_for_another_and_fetches_nothing_twice(tmp_path, hub):
     def get(folder):
         cached_fineweb10B.main(["1", "--dir", str(folder)])
 
     get(tmp_path / "a")
     (tmp_path / "b").mkdir()
     with ThreadPoolExecutor(1) as pool:
-        with shards.locked(tmp_path / "b"):
+        with open(tmp_path / "b/.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             second = pool.submit(get, tmp_path / "b")
             assert not wait([second], 0.2).done
             shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
@@ -437,8 +451,8 @@ def test_a_download_waits_for_a_running_one_and_gets_nothing_twice(tmp_path, hub
     assert len(hub.asked) == 2
 
 
-def test_shards_have_the_published_hashes_and_runs_can_tell(tmp_path, hub, capsys):
-    """Those that were there before are checked once, and fetched again if they are others."""
+def test_shards_have_the_published_hashes_and_runs_report_it(tmp_path, hub, capsys):
+    """Existing shards are checked once, and fetched again if their hashes differ."""
 
     def fetch(count="1") -> list[str]:
         hub.asked.clear()
@@ -456,10 +470,10 @@ def test_shards_have_the_published_hashes_and_runs_can_tell(tmp_path, hub, capsy
     shards.write_shard(val, np.arange(60, dtype=np.uint16))  # not as published
     hub.offline = True
     assert fetch() == [] and provenance() == "unverified"
-    assert "all whole; not verified, as their hashes cannot be" in capsys.readouterr().out
+    assert "all complete; not verified, as the hashes could not be" in capsys.readouterr().out
     hub.offline = False
     assert fetch() == [val.name] and provenance() == "verified"
-    assert capsys.readouterr().out.endswith("training shards, all whole\n")
+    assert capsys.readouterr().out.endswith("training shards, all complete\n")
     hub.offline = True
     assert fetch() == []
     shards.write_shard(train, np.arange(50, dtype=np.uint16)[::-1])
@@ -470,10 +484,10 @@ def test_shards_have_the_published_hashes_and_runs_can_tell(tmp_path, hub, capsy
 
 def test_a_shard_with_another_hash_is_not_kept(tmp_path, hub):
     hub.sha256 = "0" * 64
-    with pytest.raises(T.UserError, match="its SHA-256 is .*, published is 0000"):
+    with pytest.raises(T.UserError, match="is incomplete, or has another SHA-256"):
         cached_fineweb10B.main(["1", "--dir", str(tmp_path)])
-    assert [*tmp_path.iterdir()] == []
+    assert not [*tmp_path.glob("*.bin")] and not (tmp_path / "hashes.json").exists()
     hub.offline = True
     with pytest.raises(T.UserError, match="ConnectionError: offline"):
         cached_fineweb10B.main(["1", "--dir", str(tmp_path)])
-    assert [*tmp_path.iterdir()] == []
+    assert not [*tmp_path.glob("*.bin")]
