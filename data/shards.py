@@ -131,7 +131,7 @@ def text_encoding(name: str, folder: Path | None = None) -> tiktoken.Encoding:
 
     Raise UserError if merges.json is missing or damaged, if GPT-2's ranks can be neither found nor
     downloaded, or for "ids": tokens of the user's tokenizer."""
-    need(name != "ids", "encoding=ids: only your tokenizer can encode text: name shards instead")
+    need(name != "ids", "encoding=ids: only your tokenizer knows text of such tokens: name shards")
     if name == "bytes":
         return byte_bpe()
     if name == "bpe":

@@ -1,7 +1,8 @@
-"""Continue a text with a trained model, or have it answer questions: python records/sample.py RUN
+"""Continue a text with a trained model, or answer questions: python records/sample.py RUN_DIR
 
-Without a prompt it continues the validation text, and says how far the model compresses that. The
-model lies on the devices as in training; every token computes its whole row again.
+Without a prompt, the model continues the validation text, and a line compares its compression of
+that text with gzip. The model is sharded across devices as in training. Each new token recomputes
+its whole row.
 """
 
 import codecs
@@ -13,18 +14,16 @@ import io
 import json
 import math
 import os
-import select
 import stat
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))  # where shards.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # folder of train_gpt.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))  # folder of shards.py
 
-import train_gpt as T  # first: it reports in one line that jax is missing
+import train_gpt as T  # first, because it reports a missing jax in one line
 
 # isort: split
 
@@ -44,12 +43,23 @@ class Trained(NamedTuple):
     copies: dict
     table: T.jax.Array | None  # of n-grams
     words: list[bytes]
-    step: int  # how many it was trained
+    step: int  # number of steps that it was trained
+
+
+def find_checkpoint(place: Path) -> T.Saved:
+    """Return the checkpoint in `place`. A run gives the lowest validation loss, if it was kept,
+    otherwise the last checkpoint."""
+    best = place / T.BEST
+    if T.checkpoint_steps(best):
+        line = f"the model with the run's lowest validation loss; the last one: {place}/checkpoints"
+        T.tell(line, sys.stderr)
+        place = best
+    return T.find_checkpoint(place, lambda line: T.tell(line, sys.stderr))
 
 
 def merges_folder(saved: T.Saved) -> Path:
-    """The folder with the merges of the run's tokens: the run's own, or if it has none there, the
-    folder of its shards if these are still the same."""
+    """Return the folder with the run's merges.json: the run itself or, if the file is missing there
+    and the shards have not changed, the folder of the shards."""
     run_dir = saved.folder.parents[1]
     if saved.cfg.encoding != "bpe" or (run_dir / T.MERGES).exists():
         return run_dir
@@ -62,7 +72,7 @@ def merges_folder(saved: T.Saved) -> Path:
 
 
 def load(saved: T.Saved) -> Trained:
-    """The model of a checkpoint, on the devices of its run or on those that are here."""
+    """Load the model of a checkpoint, on the run's number of devices if they are available."""
     here = len(T.all_devices())
     count = min(saved.cfg.devices or here, here)
     cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count))
@@ -74,8 +84,8 @@ def load(saved: T.Saved) -> Trained:
 
 
 def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, batch: T.Batch):
-    """`result` (of a Model, features [b, t, d] and their Rows) for the rows of all devices. Up to
-    the features this is eval_step."""
+    """Return result(Model, features [b, t, d], Rows) for the rows of all devices. The features are
+    computed as in eval_step."""
     model, *_ = T.gathered_model(cfg, kernels, None, copies, table, batch)
 
     def of_rows(rows):
@@ -87,7 +97,7 @@ def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, bat
 
 
 def next_logits(model: T.Model, x_btd, rows: T.Rows):
-    """Logits [b, v] of the real tokens, where each row has its one target."""
+    """Return the logits [b, v] of the real tokens at the one target of each row."""
     at_b = jnp.argmax(rows.aims.targets >= 0, axis=1)
     x_bd = jnp.take_along_axis(x_btd, at_b[:, None, None], axis=1)[:, 0]
     cfg = model.cfg
@@ -99,7 +109,7 @@ def next_logits(model: T.Model, x_btd, rows: T.Rows):
 
 
 def mixed(model: T.Model, x_btd, rows: T.Rows, at_b, logits_bv):
-    """Logarithms [b, v] of the chances that logits and pointer give the next token of `at_b`."""
+    """Return the log probabilities [b, v] of the mixture of softmax and copy pointer at `at_b`."""
     cfg = model.cfg
     reach = cfg.pointer_reach[1]
 
@@ -108,10 +118,10 @@ def mixed(model: T.Model, x_btd, rows: T.Rows, at_b, logits_bv):
         query = jax.tree.map(lambda x: x[at][None], queries)
         near_s = keys.position // reach >= at // reach - 1
         keys = keys._replace(segment=jnp.where(near_s, keys.segment, -1))
-        scores = jnp.append(T.pointer_scores(query, keys), query.sink)  # the sink is last
-        chances = jax.nn.softmax(scores)
-        next_v = jnp.zeros(len(logits_v)).at[keys.token].add(chances[:-1])
-        sink_v = jnp.broadcast_to(chances[-1], next_v.shape)
+        scores = jnp.append(T.pointer_scores(query, keys), query.sink)  # last: the sink
+        probs = jax.nn.softmax(scores)
+        next_v = jnp.zeros(len(logits_v)).at[keys.token].add(probs[:-1])
+        sink_v = jnp.broadcast_to(probs[-1], next_v.shape)
         losses_v = jax.nn.logsumexp(logits_v) - logits_v
         losses = jnp.stack([losses_v, jnp.full_like(losses_v, losses_v[cfg.real_tokens])], axis=1)
         return -T.mix_pointed(losses, jnp.stack([next_v, sink_v], axis=1))[:, 0]
@@ -120,7 +130,7 @@ def mixed(model: T.Model, x_btd, rows: T.Rows, at_b, logits_bv):
 
 
 def summed_losses(model: T.Model, x_btd, rows: T.Rows):
-    """The sum [b] of the losses of each row's targets in nats, as a validation computes them."""
+    """Return the summed loss [b] of each row's targets in nats, computed as in validation."""
 
     def loss(row):
         x_td, targets, weights, *more = row
@@ -136,11 +146,11 @@ def summed_losses(model: T.Model, x_btd, rows: T.Rows):
 
 
 def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable:
-    """A function of up to `rows` pairs (tokens of a row; how many of the last ones are targets)
-    -> `result` of each row. The program is that of a validation with such rows, but for its end."""
+    """Compile a function of up to `rows` pairs (tokens of a row; number of targets at its end) that
+    returns `result` per row. It is the validation program, with `result` in place of the loss."""
     mesh = model.mesh
     rows = -(-rows // mesh.size) * mesh.size
-    length = min(model.cfg.val_row, -(-length // 128) * 128)  # kernels take multiples of 128
+    length = min(model.cfg.val_row, -(-length // 128) * 128)  # for kernels
     cfg = dataclasses.replace(model.cfg, val_row=length, val_batch=rows * length)
     step = functools.partial(read, cfg, model.kernels, result)
     program = T.programs(cfg, mesh, model.kernels)["eval"]
@@ -163,76 +173,67 @@ def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable
     return results
 
 
-def draw(rng: np.random.Generator, logits_v, temperature=0.7, top_k: int | None = None) -> int:
-    """A token, of the `top_k` likeliest; at temperature 0 the likeliest."""
+def draw(rng: np.random.Generator, logits_v, temperature: float, top_k: int | None) -> int:
+    """Draw one of the `top_k` most likely tokens (default: all); at temperature 0 the first."""
     best = np.argsort(-logits_v, kind="stable")[: top_k if temperature else 1]
-    scores = (logits_v[best] - logits_v[best[0]]).astype(np.float64) / (temperature or 1)
-    return int(best[np.argmax(scores + rng.gumbel(size=len(best)))])
+    scores = (logits_v[best] - logits_v[best[0]]).astype(np.float64)
+    scores = scores / (temperature or 1) + rng.gumbel(size=len(best))
+    return int(best[np.argmax(scores)])
 
 
-def samples(model: Trained, prompt: list[int], count: int, draws: list) -> Iterator[str]:
-    """Yield a text for each of `draws` (logits -> token), as it comes: `prompt`, and up to `count`
-    tokens, or as many as the document has. At last the time of a token."""
+def samples(model: Trained, prompt: list[int], count: int, rngs, temperature=0.7, top_k=None):
+    """Yield the parts of one text per generator in `rngs`: `prompt`, then up to `count` tokens, as
+    they are drawn. A text ends with its document."""
     logits_of = reader(model, next_logits, 1, len(prompt) + count)
-    done = 0
-    began = time.perf_counter()
-    for n, choose in enumerate(draws):
+    for n, rng in enumerate(rngs):
         if n:
-            yield f"---- {n + 1} of {len(draws)}\n"
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps half a character
+            yield f"---- {n + 1} of {len(rngs)}\n"
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # waits for complete characters
         yield decoder.decode(b"".join(model.words[i] for i in prompt))
         tokens = [model.cfg.bos, *prompt]
         for _ in range(count):
             (logits_v,) = logits_of([([*tokens, model.cfg.bos], 1)])
-            tokens.append(choose(logits_v))
-            done += 1
+            tokens.append(draw(rng, logits_v, temperature, top_k))
             if tokens[-1] == model.cfg.bos:
                 break
             yield decoder.decode(model.words[tokens[-1]])
         yield decoder.decode(b"", final=True) + "\n"
-    yield f"({(time.perf_counter() - began) / done:.3g} s a token)\n"
 
 
 def opening(model: Trained, loss: float | None) -> tuple[str, list[int]]:
-    """(bits a byte of the validation text by the run's loss, beside gzip's and xz's; its first
-    tokens). With an arithmetic coder, a loss of x nats is x / ln 2 bits."""
+    """Return (bits per byte of the validation text, for the run's loss and for gzip; the first
+    tokens of the text). With arithmetic coding, a loss of x nats takes x / ln 2 bits."""
     cfg, words = model.cfg, model.words
     place = T.data_place(cfg.data)
     try:
         tokens = T.TokenStream(place, "val", cfg.bos).read(1, cfg.val_tokens)
     except T.UserError:
-        return f"no validation text in {place}: a new one; to continue another: --prompt TEXT", []
+        return f"no validation text in {place}: a new text (or use --prompt TEXT)", []
     tokens = [i for i in tokens if i < len(words)]
     text = b"".join(words[i] for i in tokens)
-    sizes = {"gzip": 8 * len(gzip.compress(text))}
-    missing = ""
-    try:
-        import lzma  # some Pythons are built without it
-    except ImportError:
-        missing = ", xz not known (this Python has no lzma)"
-    else:
-        sizes["xz"] = 8 * len(lzma.compress(text, preset=9))
-    if loss is not None:  # there is none before the first validation
-        sizes = {"the model": loss * cfg.val_tokens / math.log(2)} | sizes
-    each = ", ".join(f"{name} {size / len(text):.3f}" for name, size in sizes.items())
-    heading = f"bits per byte of the validation text: {each}{missing}"
+    compressed = gzip.compress(text)
+    sizes = f"gzip {8 * len(compressed) / len(text):.3f}"
+    if loss is not None:  # None before the first validation
+        bits = loss * cfg.val_tokens / math.log(2)
+        sizes = f"the model {bits / len(text):.3f}, {sizes}"
+    heading = f"bits per byte of the validation text: {sizes}"
     return f"{heading}\na sample after the first words of that text:", tokens[:48]
 
 
 def demonstrate(model: Trained, log: T.RunLog):
-    """What train_gpt.py shows at the end of a run, and leaves there."""
+    """Write sample.txt at the end of a run of train_gpt.py."""
     heading, prompt = opening(model, log.facts["val_loss"])
-    draws = [functools.partial(draw, np.random.default_rng([model.cfg.seed, 0]))]
-    pieces = samples(model, prompt, model.cfg.sample_tokens, draws)
+    rngs = [np.random.default_rng([model.cfg.seed, 0])]
+    pieces = samples(model, prompt, model.cfg.sample_tokens, rngs)
     text = "".join([heading, "\n", *pieces]).removesuffix("\n")
     log.write("sample.txt", text)
     log.say(text)
     if T.checkpoint_steps(log.folder / "checkpoints"):
-        log.say(f"others: {T.command_for(__file__, log.folder, '--prompt', 'TEXT')}")
+        log.say(f"more samples: {T.command_for(__file__, log.folder, '--prompt', 'TEXT')}")
 
 
 def questions(path: Path, bos: int, encode: Callable) -> list[tuple[list, int]]:
-    """(a row for `reader` of each ending, number of the right one) of each line of a file."""
+    """Return (one row for `reader` per ending, index of the right ending) per line of a file."""
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -240,8 +241,7 @@ def questions(path: Path, bos: int, encode: Callable) -> list[tuple[list, int]]:
             begin = [bos, *encode(item["ctx"])]
             endings = [encode(" " + ending) for ending in item["endings"]]
             label = range(len(endings)).index(int(str(item["label"])))
-            T.need(isinstance(item["endings"], list), "endings are a list")
-        except (ValueError, LookupError, TypeError, T.UserError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             form = '{"ctx": TEXT, "endings": [TEXT, ...], "label": NUMBER}'
             raise T.UserError(f"{path}, line {number} is not {form} ({error!r})") from None
         found.append(([(begin + ending, len(ending)) for ending in endings], label))
@@ -250,7 +250,7 @@ def questions(path: Path, bos: int, encode: Callable) -> list[tuple[list, int]]:
 
 
 def score(model: Trained, asked: list[tuple[list, int]], say: Callable) -> str:
-    """How often the right ending has the least loss: summed (acc), and per token (acc_norm)."""
+    """Return how often the right ending has the lowest loss: summed (acc), per token (acc_norm)."""
     rows = [row for endings, _ in asked for row in endings]
     length = max(len(tokens) for tokens, _ in rows) - 1
     batch = max(1, model.cfg.micro_tokens // length) * model.mesh.size
@@ -267,64 +267,55 @@ def score(model: Trained, asked: list[tuple[list, int]], say: Callable) -> str:
         means = sums / [count for _, count in endings]
         right += [sums.argmin() == label, means.argmin() == label]
     n = len(asked)
-    acc, norm = (f"{x:.4f} ± {math.sqrt(x * (1 - x) / n):.4f}" for x in right / n)
-    return f"{n:,} questions: acc {acc} (summed loss), acc_norm {norm} (loss per token)"
-
-
-def speaks(stream) -> bool:
-    """Whether stdin is a pipe or a file, which has the prompt; a line says if that comes late."""
-    try:
-        mode = os.fstat(stream.fileno()).st_mode
-        if stat.S_ISFIFO(mode) and not select.select([stream], [], [], 2)[0]:
-            T.tell("waiting for a prompt on stdin; for none add < /dev/null", sys.stderr)
-        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
-    except (AttributeError, OSError, ValueError):  # it is closed, or a notebook's
-        return False
+    acc, norm = right / n
+    acc_error, norm_error = np.sqrt(right / n * (1 - right / n) / n)
+    acc = f"acc {acc:.4f} ± {acc_error:.4f} (summed loss)"
+    norm = f"acc_norm {norm:.4f} ± {norm_error:.4f} (loss per token)"
+    return f"{n:,} questions: {acc}, {norm}"
 
 
 def given_prompt(args) -> str | None:
-    """The text of the command line, a file or stdin; None: there is none."""
+    """Return the prompt from the command line, a file or stdin; None if there is none."""
     if args.file:
         with opened(Path(args.file)) as file:
             text = decoded(file, args.file)
-    elif args.prompt == "-" or (args.prompt is None and speaks(sys.stdin)):
+    elif args.prompt == "-" or (args.prompt is None and is_redirected(sys.stdin)):
+        T.tell("reading the prompt from stdin (no prompt: add < /dev/null)", sys.stderr)
         text = decoded(io.BytesIO(sys.stdin.buffer.read()), "stdin")
     else:
         return args.prompt
     return text.removesuffix("\n") or None
 
 
-def chosen(run_dir: Path, say: Callable) -> T.Saved:
-    """The checkpoint of a run: the one that had the lowest validation loss, if it was kept and is
-    not the last; or the newest."""
-    best = run_dir / T.BEST
-    if not T.checkpoint_steps(best):
-        return T.find_checkpoint(run_dir, say)
-    saved = T.find_checkpoint(best, say)
-    lowest = f"the model of step {saved.step}, whose validation loss was the run's lowest"
-    say(f"{lowest} ({saved.meta['val_loss']:.4f}); for the last one name {run_dir}/checkpoints")
-    return saved
+def is_redirected(stream) -> bool:
+    """Return whether stdin is a pipe or a file."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by a notebook
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def main(argv=None):
     parser = T.Parser(prog="sample.py", description=(__doc__ or "").split("\n")[0])
     option = parser.add_argument
-    option("run_dir", metavar="RUN_DIR", help="as train_gpt.py left it")
+    option("run_dir", metavar="RUN_DIR", help="folder of a run")
     what = parser.add_mutually_exclusive_group().add_argument
-    what("--prompt", metavar="TEXT", help="the text to continue; - or a pipe: stdin")
-    what("--file", metavar="FILE", help="that holds the text to continue")
-    what("--score", metavar="FILE.jsonl", help="questions in HellaSwag's form, to be answered")
-    option("--tokens", type=int, metavar="N", help="so many, or to the end of the document")
-    option("--temperature", type=float, default=0.7, metavar="X", help="0: the likeliest token")
-    option("--top-k", type=int, metavar="K", help="of the K likeliest tokens only")
-    option("--samples", type=int, default=1, metavar="S", help="so many texts")
-    option("--seed", type=int, metavar="N", help="another one, another text; default: the run's")
+    what("--prompt", metavar="TEXT", help="text to continue; - for stdin (or use a pipe)")
+    what("--file", metavar="FILE", help="file with the text to continue")
+    what("--score", metavar="FILE.jsonl", help="questions in HellaSwag's format")
+    option("--tokens", type=int, metavar="N", help="maximum length of the answer")
+    option("--temperature", type=float, default=0.7, metavar="X", help="0: the most likely token")
+    option("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
+    option("--samples", type=int, default=1, metavar="S", help="number of texts")
+    option("--seed", type=int, metavar="N", help="of the random draws; default: the run's")
     args = parser.parse_args(argv)
-    T.need(0 <= args.temperature < math.inf, "--temperature is a number from 0 on")
-    for name, least in {"tokens": 1, "top_k": 1, "samples": 1, "seed": 0}.items():
-        given = getattr(args, name)
-        T.need(given is None or given >= least, f"--{name.replace('_', '-')} is at least {least}")
-    saved = chosen(Path(args.run_dir).expanduser(), lambda line: T.tell(line, sys.stderr))
+    T.need(0 <= args.temperature < math.inf, "--temperature must be a number >= 0")
+    counts = args.tokens, args.top_k, args.samples
+    positive = all(count is None or count > 0 for count in counts)
+    T.need(positive, "--tokens, --top-k and --samples must be positive")
+    T.need(args.seed is None or args.seed >= 0, "--seed must not be negative")
+    saved = find_checkpoint(Path(args.run_dir).expanduser())
     encode = text_encoding(saved.cfg.encoding, merges_folder(saved)).encode_ordinary
     if args.score:
         asked = questions(Path(args.score), saved.cfg.bos, encode)
@@ -338,13 +329,12 @@ def main(argv=None):
     else:
         prompt = encode(text)
     seed = model.cfg.seed if args.seed is None else args.seed
-    how = {"temperature": args.temperature, "top_k": args.top_k}
-    rngs = (np.random.default_rng([seed, n]) for n in range(args.samples))
-    draws = [functools.partial(draw, rng, **how) for rng in rngs]
+    rngs = [np.random.default_rng([seed, n]) for n in range(args.samples)]
+    count = args.tokens or model.cfg.sample_tokens or 64
     try:
-        for piece in samples(model, prompt, args.tokens or model.cfg.sample_tokens or 64, draws):
+        for piece in samples(model, prompt, count, rngs, args.temperature, args.top_k):
             print(piece, end="", flush=True)
-    except BrokenPipeError:  # `| head` has read enough; what is left would fail at the end
+    except BrokenPipeError:  # after `| head`; otherwise flushing would fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

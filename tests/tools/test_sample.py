@@ -1,4 +1,4 @@
-"""records/sample.py: text and answers from a checkpoint, and what is refused."""
+"""records/sample.py: text and answers from a checkpoint, and errors."""
 
 import io
 import json
@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -27,7 +26,7 @@ import sample
 
 @pytest.fixture(scope="module")
 def params():
-    """A model whose answers depend on what it reads; padding ids would be likelier than any."""
+    """Parameters of a model with answers that depend on the text; padding ids are most likely."""
     _, one = T.make_mesh(replace(CFG, devices=1))
     params = jax.tree.map(np.array, quick(T.start_state(CFG, one), np.uint32(3))["params"])
     rng = np.random.default_rng(0)
@@ -40,13 +39,13 @@ def params():
 
 @pytest.fixture
 def saved(params, tmp_path, monkeypatch):
-    """Its checkpoint at the end of a run; only `params` can be read from it."""
+    """Its checkpoint at the end of a run; it contains only `params`."""
 
     def load_state(mesh, saved, kinds):
         return {kind: lay(saved.cfg, params, mesh) for kind in kinds}
 
     def lower(program, real=T.Program.lower):
-        """Each program is compiled once; `seen` makes others."""
+        """Compile each program once; `seen` changes programs."""
         same = program.step.func, program.step.args, str(program.args), program.mesh.size, T.forward
         if same not in BUILT:
             BUILT[same] = real(program).compile()
@@ -61,7 +60,7 @@ def saved(params, tmp_path, monkeypatch):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The shapes that the model gets; its embedding stands for it, so that little is compiled."""
+    """Return the input shapes of the model. Only its embedding runs, to compile less."""
     calls = []
 
     def forward(model, found, rows):
@@ -73,16 +72,16 @@ def seen(monkeypatch):
 
 
 def text_of(saved, prompt: str, count: int, seed=0, **how) -> str:
-    """The prompt of bytes and a sample, without the seconds after it."""
-    draws = [partial(sample.draw, np.random.default_rng(seed), **how)]
+    """Return the prompt and its continuation; tokens are bytes."""
+    rngs = [np.random.default_rng(seed)]
     with quick_compilation():
-        *pieces, seconds = sample.samples(sample.load(saved), list(prompt.encode()), count, draws)
-    assert re.fullmatch(r"\(\S+ s a token\)\n", seconds)
+        model = sample.load(saved)
+        pieces = [*sample.samples(model, list(prompt.encode()), count, rngs, **how)]
     return "".join(pieces).removesuffix("\n")
 
 
-def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
-    """Beyond the longest row too, where only its length of the newest tokens is seen."""
+def test_at_temperature_zero_it_takes_the_most_likely_token(saved, params):
+    """Also after more tokens than a row has: then the model reads only the newest ones."""
     cfg = saved.cfg = replace(saved.cfg, val_row=16, seed=5)
     prompt = "ABC\nEFGHI KL"
     text = text_of(saved, prompt, 8, temperature=0)
@@ -92,8 +91,8 @@ def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
     rows = np.array([row + [0] * (16 - len(row)) for row in read], np.int32)
 
     hashed = T.vocabulary(cfg, [bytes([i]) for i in range(BOS)]).hashed_v[rows]
-    assert np.any(hashed != rows), "a space is as good as a line feed"
-    wanted, places = T.request(cfg, hashed, 1, 1)  # as a validation would have it
+    assert np.any(hashed != rows), "hashes treat a space like a line feed"
+    wanted, places = T.request(cfg, hashed, 1, 1)  # as in validation
 
     def run(params):
         hyper, signs = T.hyper_at(cfg, cfg.steps - 1), T.sign_pool(cfg, cfg.seed)
@@ -103,19 +102,19 @@ def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
     logits = np.asarray(quick(run, params) @ params["head"].T)
     logits = logits[np.arange(len(rows)), [len(row) - 1 for row in read]]
     assert logits[:, : cfg.real_tokens].argmax(1).tolist() == tokens[1 + len(prompt) :]
-    assert len({*tokens[1 + len(prompt) :]}) > 3, "it does not say the same whatever it has read"
+    assert len({*tokens[1 + len(prompt) :]}) > 3, "the answer depends on the text"
 
 
 @pytest.mark.slow
-def test_the_text_is_the_same_with_the_ngrams_cut_over_more_devices(saved):
-    """Of which each requests those of its row from the others, as in training."""
+def test_the_text_is_the_same_with_the_ngram_table_sharded_across_devices(saved):
+    """As in training, each device requests rows from the others."""
     one = text_of(saved, "ABC 12", 12, temperature=0)
     saved.cfg = replace(CFG, devices=4)
     assert T.make_mesh(saved.cfg)[1].size == 4
     assert text_of(saved, "ABC 12", 12, top_k=1) == one != text_of(saved, "ABC 12", 12)
 
 
-def test_a_run_on_more_devices_than_are_here_is_sampled_on_these(saved, seen):
+def test_a_run_on_more_devices_than_available_is_sampled_on_all(saved, seen):
     saved.cfg = replace(CFG, devices=64)
     assert sample.load(saved).mesh.size == 8
 
@@ -126,17 +125,19 @@ def test_its_text_has_real_tokens_and_depends_on_the_seed(saved, seen):
     assert all(ord(char) < BOS for text in texts for char in text)
 
 
-def test_draws_are_of_the_likeliest_and_as_likely_as_the_temperature_makes_them():
+def test_draws_follow_temperature_and_top_k():
     logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
     rng = np.random.default_rng(0)
     drawn = [sample.draw(rng, logits, temperature=0.5, top_k=2) for _ in range(2000)]
     share = 0.36 / (0.36 + 0.09)
-    assert {*drawn} == {1, 2} and abs(drawn.count(1) / 2000 - share) < 0.03  # three deviations
-    assert sample.draw(rng, logits, temperature=1e-300) == 1
+    assert {*drawn} == {1, 2} and abs(
+        drawn.count(1) / 2000 - share
+    ) < 0.03  # three standard deviations
+    assert sample.draw(rng, logits, temperature=1e-300, top_k=None) == 1
 
 
-def test_its_rows_hold_prompt_and_answer_up_to_the_longest_row_of_the_run(saved, seen):
-    """In multiples of 128, which kernels need. The last token is not read."""
+def test_rows_have_prompt_and_answer_up_to_the_longest_row_of_the_run(saved, seen):
+    """Kernels need multiples of 128. The last token is not read."""
     for val_row, prompt, length in ((4096, 3, 128), (4096, 121, 256), (64, 120, 64)):
         saved.cfg = replace(saved.cfg, val_row=val_row)
         text_of(saved, "A" * prompt, 8)
@@ -155,77 +156,74 @@ def test_an_unfinished_run_is_sampled_with_the_rotation_of_its_last_step(saved, 
     assert T.yarn(CFG)[0][1] != pytest.approx(T.yarn(CFG)[1][1])
 
 
-def test_characters_come_whole_and_a_document_ends_the_text(monkeypatch):
-    """Tokens are bytes here."""
+def test_characters_are_complete_and_a_document_ends_the_text(monkeypatch):
+    """In this test, tokens are bytes."""
     tokens = [*"aé…".encode(), 0xE2, BOS, 65]
     logits = iter(np.eye(257, dtype=np.float32)[tokens][:, None])
     monkeypatch.setattr(sample, "reader", lambda *_: lambda rows: next(logits))
     cfg = SimpleNamespace(bos=BOS)
     model = SimpleNamespace(cfg=cfg, words=[bytes([i]) for i in range(256)])
-    draws = [partial(sample.draw, np.random.default_rng(0), temperature=0)]
-    pieces = list(sample.samples(model, [], 99, draws))
-    assert pieces[:-1] == ["", "a", "", "é", "", "", "…", "", "\ufffd\n"]
+    pieces = list(sample.samples(model, [], 99, [np.random.default_rng(0)], temperature=0))
+    assert pieces == ["", "a", "", "é", "", "", "…", "", "\ufffd\n"]
 
 
 @pytest.fixture
 def command(saved, monkeypatch, capsys):
-    """What the command line prints for these words, without the last line."""
+    """Return a function that returns the output of the command line for some words."""
 
-    def printed(*words, stdin=None, after=0):
+    def printed(*words, stdin=None):
         take, put = os.pipe() if stdin is not None else (os.open(os.devnull, os.O_RDONLY), None)
         if put:
-            threading.Timer(after, lambda: (os.write(put, stdin), os.close(put))).start()
+            os.write(put, stdin)
+            os.close(put)
         with os.fdopen(take) as pipe, quick_compilation():
             monkeypatch.setattr(sys, "stdin", pipe)
             sample.main(["logs/x", *words])
-        text, last, end = capsys.readouterr().out.rsplit("\n", 2)
-        assert re.fullmatch(r"\(\S+ s a token\)", last) and end == ""
-        return text
+        return capsys.readouterr().out.removesuffix("\n")
 
     monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
     return printed
 
 
-def test_the_prompt_is_of_the_command_line_a_file_or_stdin(command, seen, tmp_path):
+def test_the_prompt_is_on_the_command_line_in_a_file_or_on_stdin(command, seen, tmp_path):
     text = command("--prompt", "ABC", "--tokens", "9")
     assert len(text) > 4 and text.startswith("ABC")
     (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfABC\n")
     more = "--tokens", "9"
     assert command("--file", str(tmp_path / "prompt.txt"), *more) == text
-    for content in ("ABC\n".encode("utf-16"), b"ABC\n"):  # what the trainer reads
+    for content in ("ABC\n".encode("utf-16"), b"ABC\n"):
         (tmp_path / "prompt.txt").write_bytes(content)
         assert command("--file", str(tmp_path / "prompt.txt"), *more) == text
-    assert command(*more, stdin=b"ABC\n") == command("--prompt", "-", *more, stdin=b"ABC") == text
+        assert command(*more, stdin=content) == text
+    assert command("--prompt", "-", *more, stdin=b"ABC") == text
     assert command("--seed", "1", "--prompt", "ABC", *more) != text
     two = command("--samples", "2", "--prompt", "ABC", *more)
     assert re.fullmatch(rf"{re.escape(text)}\n---- 2 of 2\nABC(?s:.+)", two)
     assert two.count(text.removeprefix("ABC")) == 1
 
 
-def test_a_prompt_from_a_pipe_may_be_late_or_none(command, seen, capsys, monkeypatch, tmp_path):
-    want = command("--prompt", "ABC", "--tokens", "9")
-    said = []
-    monkeypatch.setattr(T, "tell", lambda line, stream=None: said.append(line))
-    ready = sample.select.select
-    soon = SimpleNamespace(select=lambda *given: ready(*given[:3], given[3] / 20))
-    monkeypatch.setattr(sample, "select", soon)
-    assert command("--tokens", "9", stdin=b"ABC\n", after=0.2) == want
-    assert said == ["waiting for a prompt on stdin; for none add < /dev/null"]
+def test_only_a_pipe_or_a_file_on_stdin_is_a_prompt(command, seen, capsys, monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(T, "tell", lambda line, stream=None: told.append(line))
+    command("--tokens", "1", stdin=b"ABC\n")
+    assert told == ["reading the prompt from stdin (no prompt: add < /dev/null)"]
     (tmp_path / "prompt").write_text("ABC")
-    for stream, speaks in ((open(tmp_path / "prompt"), True), (open(os.devnull), False)):
+    for stream, expected in ((open(tmp_path / "prompt"), True), (open(os.devnull), False)):
         with stream:
-            assert sample.speaks(stream) is speaks
-    assert not sample.speaks(io.StringIO("a notebook's"))
+            assert sample.is_redirected(stream) is expected
+    assert not sample.is_redirected(io.StringIO("replaced by a notebook"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("café\n".encode("latin-1"))))
+    assert sample.given_prompt(SimpleNamespace(file=None, prompt="-")) == "café"
 
 
-def test_without_a_prompt_it_compares_with_gzip_and_xz_and_continues_the_validation_text(
+def test_without_a_prompt_it_compares_with_gzip_and_continues_the_validation_text(
     saved, seen, shards, command
 ):
     saved.cfg, saved.meta = replace(saved.cfg, data=str(shards)), {"val_loss": 3.5}
     line, heading, text = command().split("\n", 2)
-    form = r"bits per byte of the validation text: the model (\S+), gzip \S+, xz \S+"
+    form = r"bits per byte of the validation text: the model (\S+), gzip \S+"
     tokens = T.TokenStream(shards, "val", BOS).read(1, CFG.val_tokens)
-    own = tokens[tokens != BOS]  # each of which is a byte
+    own = tokens[tokens != BOS]  # bytes
     bits = 3.5 * CFG.val_tokens / math.log(2) / len(own)
     assert float(re.fullmatch(form, line)[1]) == pytest.approx(bits, abs=1e-3)
     assert "a sample" in heading and text.startswith(bytes(own[:40].tolist()).decode())
@@ -233,19 +231,8 @@ def test_without_a_prompt_it_compares_with_gzip_and_xz_and_continues_the_validat
     assert command().startswith("bits per byte of the validation text: gzip ")
 
 
-def test_a_python_without_lzma_compares_with_gzip(saved, shards, monkeypatch):
-    """As built on a machine without liblzma."""
-    monkeypatch.setitem(sys.modules, "lzma", None)
-    cfg = replace(saved.cfg, data=str(shards))
-    model = SimpleNamespace(cfg=cfg, words=[bytes([i]) for i in range(BOS)])
-    heading, _ = sample.opening(model, 3.5)
-    assert re.search(
-        r": the model \S+, gzip \d\S+, xz not known \(this Python has no lzma\)", heading
-    )
-
-
-def test_a_run_without_merges_takes_those_beside_the_same_shards(saved, shards, tmp_path):
-    """Merges of other tokens would make other words."""
+def test_a_run_without_merges_uses_the_merges_next_to_its_shards(saved, shards, tmp_path):
+    """If the shards have changed, their merges do not fit."""
     data = shutil.copytree(shards, tmp_path / "data")
     (data / "merges.json").write_text('["7468"]')
     names = "small_train_000001.bin", "small_val_000000.bin"
@@ -262,7 +249,7 @@ def test_a_run_without_merges_takes_those_beside_the_same_shards(saved, shards, 
     assert sample.merges_folder(saved) == tmp_path
 
 
-def test_without_the_validation_text_it_begins_a_new_one(saved, seen, tmp_path, command):
+def test_without_the_validation_text_it_begins_a_new_text(saved, seen, tmp_path, command):
     saved.cfg, saved.meta = replace(saved.cfg, data=str(tmp_path)), {"val_loss": 3.5}
     heading, text = command().split("\n", 1)
     assert f"no validation text in {tmp_path}" in heading and "--prompt" in heading
@@ -272,8 +259,8 @@ def test_without_the_validation_text_it_begins_a_new_one(saved, seen, tmp_path, 
 # ---- Questions ---------------------------------------------------------------------------------
 
 
-def test_losses_are_those_of_a_validation(saved, shards):
-    """Over two devices."""
+def test_losses_equal_the_validation_loss(saved, shards):
+    """On two devices."""
     saved.cfg = replace(CFG, devices=2)
     with quick_compilation():
         model = sample.load(saved)
@@ -289,18 +276,18 @@ def test_losses_are_those_of_a_validation(saved, shards):
     each = losses_of([(row, 64) for row in rows])
     assert (each.sum() / 1024, dropped) == (pytest.approx(want, rel=1e-5), 0)
     last = losses_of([(row, 3) for row in rows]) + losses_of([(row[:-3], 61) for row in rows])
-    np.testing.assert_allclose(last, each, rtol=1e-4)  # targets are the last of their row
+    np.testing.assert_allclose(last, each, rtol=1e-4)  # targets are at the end of their row
 
 
-def test_with_a_pointer_logits_are_the_losses_of_what_may_come_next(
+def test_with_a_pointer_logits_equal_the_losses_of_all_next_tokens(
     params, saved, seen, monkeypatch
 ):
-    """Within the reach of the pointer and beyond, of tokens that are there and of others."""
+    """Inside and outside the reach of the pointer, for tokens in the text and other tokens."""
     cfg = replace(saved.cfg, pointer_width=8, pointer_reach=(8, 16))
     rng = np.random.default_rng(1)
     own = {name: row.shape for name, row in T.param_table(cfg).items() if name not in params}
     own = {name: rng.normal(size=shape).astype(np.float32) for name, shape in own.items()}
-    own["pointer_gain"][:] = 0.5  # so that all keys have a chance
+    own["pointer_gain"][:] = 0.5  # gives every key some probability
     whole = params | own
     monkeypatch.setattr(T, "load_state", lambda mesh, *_: {"params": lay(cfg, whole, mesh)})
     saved.cfg = cfg
@@ -321,8 +308,8 @@ def test_with_a_pointer_logits_are_the_losses_of_what_may_come_next(
 
 @pytest.fixture
 def counting(params, seen):
-    """A model, by `seen`, for which the next character of the code follows, more likely than not;
-    any other is as likely as all."""
+    """Return parameters (see `seen`): after a character, its successor in ASCII is likely, and all
+    other characters are equally unlikely."""
     embed, head = np.zeros_like(params["embed"]), np.zeros_like(params["head"])
     for i in range(32):
         embed[ord("@") + i, i] = 1
@@ -330,8 +317,10 @@ def counting(params, seen):
     return params | {"embed": embed, "head": head}
 
 
-def test_right_endings_are_those_of_least_loss(saved, counting, monkeypatch, tmp_path, capsys):
-    """Summed, a short wrong one can be less; per token, not."""
+def test_the_ending_with_the_lowest_loss_is_the_answer(
+    saved, counting, monkeypatch, tmp_path, capsys
+):
+    """A short wrong ending can have a lower summed loss, but not a lower loss per token."""
     monkeypatch.setattr(
         T, "load_state", lambda mesh, saved, kinds: {"params": lay(saved.cfg, counting, mesh)}
     )
@@ -340,7 +329,7 @@ def test_right_endings_are_those_of_least_loss(saved, counting, monkeypatch, tmp
     items = [
         {"ctx": "ABC", "endings": ["XAZ", "ABC", "QQQ"], "label": 1},
         {"ctx": "A" * 99, "endings": ["ABCDEFGHIJKLMNOP", "Q"], "label": "0", "ind": 5},
-        {"ctx": "", "endings": ["KLM", "MLK"], "label": 1},  # is wrong
+        {"ctx": "", "endings": ["KLM", "MLK"], "label": 1},  # wrong
     ]
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(f"{json.dumps(item)}\n" for item in items))
@@ -364,7 +353,7 @@ def test_right_endings_are_those_of_least_loss(saved, counting, monkeypatch, tmp
         '{"ctx": "A", "endings": [], "label": 0}',
     ],
 )
-def test_a_bad_question_is_named_by_its_line(line, saved, tmp_path, monkeypatch, capsys):
+def test_an_invalid_question_is_named_by_its_line(line, saved, tmp_path, monkeypatch, capsys):
     path = tmp_path / "questions.jsonl"
     path.write_text(f'{{"ctx": "A", "endings": ["B", "C"], "label": 0}}\n{line}\n')
     monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
@@ -373,10 +362,10 @@ def test_a_bad_question_is_named_by_its_line(line, saved, tmp_path, monkeypatch,
     assert err.startswith(f"error: {path}, line 2 is not ") and err.count("\n") == 1 and not out
 
 
-# ---- What is refused ---------------------------------------------------------------------------
+# ---- Errors ------------------------------------------------------------------------------------
 
 
-def test_bad_words_are_refused_in_one_line(saved, monkeypatch, capsys):
+def test_invalid_arguments_are_refused_in_one_line(saved, monkeypatch, capsys):
     def refused(*argv):
         assert T.report_errors(lambda: sample.main(argv)) == 2
         out, err = capsys.readouterr()
@@ -385,10 +374,13 @@ def test_bad_words_are_refused_in_one_line(saved, monkeypatch, capsys):
 
     assert "there is no nothing: name the folder of a run" in refused("nothing")
     assert "the following arguments are required: RUN_DIR" in refused()
-    for words in ("tokens -1", "tokens 0", "top-k 0", "samples 0", "seed -1", "temperature nan"):
+    for words in ("tokens -1", "tokens 0", "top-k 0", "samples 0"):
         name, value = words.split()
-        assert f"--{name} is " in refused("x", f"--{name}", value)
-    assert "--temperature is a number" in refused("x", "--temperature", "-0.5")
+        positive = "--tokens, --top-k and --samples must be positive"
+        assert positive in refused("x", f"--{name}", value)
+    assert "--seed must not be negative" in refused("x", "--seed", "-1")
+    assert "--temperature must be a number >= 0" in refused("x", "--temperature", "nan")
+    assert "--temperature must be a number" in refused("x", "--temperature", "-0.5")
     assert "invalid int value: 'some'" in refused("x", "--tokens", "some")
     assert "not allowed with" in refused("x", "--prompt", "A", "--file", "B")
     monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
@@ -399,17 +391,11 @@ def test_bad_words_are_refused_in_one_line(saved, monkeypatch, capsys):
     assert "encoding=ids: only your tokenizer knows text of such" in refused("logs/x", "--prompt=A")
 
 
-def test_of_a_run_that_was_better_before_its_end_it_takes_the_best_and_says_so(
-    tmp_path, monkeypatch
-):
-    def find(folder, say):
-        return SimpleNamespace(folder=folder, step=3, meta={"val_loss": 2.5})
-
-    monkeypatch.setattr(T, "find_checkpoint", find)
-    said = []
-    assert sample.chosen(tmp_path, said.append).folder == tmp_path and not said
+def test_of_a_run_with_a_best_model_it_takes_that_and_reports_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(T, "find_checkpoint", lambda place, say: place)
+    assert sample.find_checkpoint(tmp_path) == tmp_path and not capsys.readouterr().err
     (tmp_path / "best" / "3").mkdir(parents=True)
-    assert sample.chosen(tmp_path, said.append).folder == tmp_path / "best"
-    words = "the model of step 3, whose validation loss was the run's lowest (2.5000)"
-    assert said == [f"{words}; for the last one name {tmp_path}/checkpoints"]
-    assert sample.chosen(tmp_path / "checkpoints", said.append).folder.name == "checkpoints"
+    assert sample.find_checkpoint(tmp_path) == tmp_path / "best"
+    line = f"the model with the run's lowest validation loss; the last one: {tmp_path}/checkpoints"
+    assert capsys.readouterr().err == f"{line}\n"
+    assert sample.find_checkpoint(tmp_path / "checkpoints").name == "checkpoints"
