@@ -37,14 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
-from shards import (
-    detect_encoding,
-    encode_documents,
-    opened,
-    text_encoding,
-    write_shard,
-    write_whole,
-)
+import shards
 
 import train_gpt as T  # importing shards has put its folder on the path
 from train_gpt import DESCRIPTION, MERGES, Config, TokenStream, UserError, need, override, tell
@@ -93,10 +86,10 @@ def texts_in(folder: Path) -> list[Path]:
 def files_of(texts: list[Path]) -> dict[Path, list[Path]]:
     """Return text -> its files, for texts that are files or folders.
 
-    Of several texts, those without text are skipped with a warning: FOLDER/* may include runs and
-    pictures. Raise UserError if a text does not exist, or if none has text."""
-    formats = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them'
-    formats += "; each may be a .gz"
+    Skips names without text, with a warning, if another name has text: FOLDER/* may include runs
+    and pictures. Raise UserError if a text does not exist, or if no name has text."""
+    formats = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them; '
+    formats += "each may be a .gz"
     found = {}
     skipped = []
     for text in texts:
@@ -133,13 +126,13 @@ def split(files: list[Path], val: list[Path]) -> tuple[list[Path], list[Path], s
         words = PART.findall(os.path.relpath(file, base).lower())
         parts[words[-1] if words else ""].append(file)
     validation = summary(val) if val else LAST_TENTH
-    others = parts["val"] + parts["test"]
+    others = {*parts["val"], *parts["test"]}
     if parts["train"] and others:
         if not val:
             val = parts["val"] or parts["test"]
             validation = f"{summary(val)}, by name"
         files = [path for path in files if path not in others]
-        if left_out := [path for path in others if path not in val]:
+        if left_out := sorted(others - {*val}):
             validation += f" ({summary(left_out)} is left out)"
     return files, val, validation
 
@@ -160,8 +153,8 @@ def examine(paths: list[Path]) -> list[File]:
     kept = {}
     copies = []
     for path in dict.fromkeys(paths):
-        with opened(path) as file:
-            encoding = detect_encoding(file, path)
+        with shards.opened(path) as file:
+            encoding = shards.detect_encoding(file, path)
             file.seek(0)
             contents = hashlib.file_digest(file, "sha256").hexdigest()
             new = File(path, encoding, contents, file.tell())
@@ -181,7 +174,7 @@ def documents(path: Path, encoding: str) -> Iterator[str]:
     the text in a line is not a string."""
     lines = []
     skipped = 0
-    with opened(path, "rt", encoding=encoding, errors="replace") as file:
+    with shards.opened(path, "rt", encoding=encoding, errors="replace") as file:
         for number, line in enumerate(file, 1):
             if kind(path) == ".jsonl":
                 try:
@@ -217,7 +210,7 @@ def tokenize(encoding, files: list[File]) -> np.ndarray:
     by_file = (documents(file.path, file.encoding) for file in files)
     texts = (text for of_file in by_file for text in of_file if text)
     for number, batch in itertools.groupby(texts, batch_of):
-        for document in encode_documents(encoding, [*batch]):
+        for document in shards.encode_documents(encoding, [*batch]):
             tokens += document.tobytes()
         if number:
             tell(f"{len(tokens) // 2:,} tokens", sys.stderr)
@@ -250,24 +243,28 @@ def write(folder: Path, train: np.ndarray, val: np.ndarray, about: dict, merges:
     writing is interrupted. Two processes may write the same folder, with the same contents."""
     folder.mkdir(parents=True, exist_ok=True)
     about |= {"tokens": [len(train), len(val)]}
-    write_whole(folder / DESCRIPTION, json.dumps(about).encode())
+    shards.write_whole(folder / DESCRIPTION, json.dumps(about).encode())
     if merges:
-        write_whole(folder / MERGES, merges.encode())
+        shards.write_whole(folder / MERGES, merges.encode())
     for number, start in enumerate(range(0, len(train), SHARD_TOKENS), 1):
         path = folder / f"text_train_{number:06d}.bin"
-        write_shard(path, train[start : start + SHARD_TOKENS])
-    write_shard(folder / "text_val_000000.bin", val)
+        shards.write_shard(path, train[start : start + SHARD_TOKENS])
+    shards.write_shard(folder / "text_val_000000.bin", val)
 
 
 def tokens_of(args, run: Config | None) -> tuple[Path, str]:
     """Return (folder with the tokens of the texts, description of the validation data).
 
     Makes the tokens if they do not exist. A `run` gives the encoding; args.preset is its folder."""
-    need(not (args.out and args.out.exists()), f"--out {args.out} exists: name another folder")
+    if args.out:
+        need(not args.out.exists(), f"--out {args.out} exists: name another folder")
     texts = files_of(args.texts)
-    held = sum(files_of(args.val).values(), []) if args.val else []
-    paths, held, validation = split(sum(texts.values(), []), held)
-    files = examine(held + paths)  # a copy of a text for validation is skipped in training
+    of_val = files_of(args.val) if args.val else {}
+    paths = [*itertools.chain(*texts.values())], [*itertools.chain(*of_val.values())]
+    train_paths, val_paths, validation = split(*paths)
+    # In this order, a copy of a text for validation is skipped in training.
+    files = examine(val_paths + train_paths)
+    held = {*val_paths}
     val = [file for file in files if file.path in held]
     train = [file for file in files if file.path not in held]
     need(train, f"validation on {validation} leaves nothing to train on")
@@ -295,7 +292,7 @@ def tokens_of(args, run: Config | None) -> tuple[Path, str]:
     fix = "make them with data/tokenize_text.py TEXT --out DIR, and name DIR as --data"
     need(folder, f"{failure}: {fix}")
 
-    encoding = text_encoding(name, Path(args.preset))
+    encoding = shards.text_encoding(name, Path(args.preset))
     bos = encoding.eot_token
     tell(f"making tokens of {size:,} bytes of text: {name}", sys.stderr)
     tokens = tokenize(encoding, train)

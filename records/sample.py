@@ -16,7 +16,7 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,7 +173,7 @@ def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable
     return results
 
 
-def draw(rng: np.random.Generator, logits_v, temperature: float, top_k: int | None) -> int:
+def draw(rng: np.random.Generator, logits_v, temperature=0.7, top_k: int | None = None) -> int:
     """Draw one of the `top_k` most likely tokens (default: all); at temperature 0 the first."""
     best = np.argsort(-logits_v, kind="stable")[: top_k if temperature else 1]
     scores = (logits_v[best] - logits_v[best[0]]).astype(np.float64)
@@ -181,19 +181,19 @@ def draw(rng: np.random.Generator, logits_v, temperature: float, top_k: int | No
     return int(best[np.argmax(scores)])
 
 
-def samples(model: Trained, prompt: list[int], count: int, rngs, temperature=0.7, top_k=None):
-    """Yield the parts of one text per generator in `rngs`: `prompt`, then up to `count` tokens, as
-    they are drawn. A text ends with its document."""
+def samples(model: Trained, prompt: list[int], count: int, draws: list) -> Iterator[str]:
+    """Yield the parts of one text per function (logits -> token) in `draws`: `prompt`, then up to
+    `count` tokens, as they are drawn. A text ends with its document."""
     logits_of = reader(model, next_logits, 1, len(prompt) + count)
-    for n, rng in enumerate(rngs):
+    for n, choose in enumerate(draws):
         if n:
-            yield f"---- {n + 1} of {len(rngs)}\n"
+            yield f"---- {n + 1} of {len(draws)}\n"
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # waits for complete characters
         yield decoder.decode(b"".join(model.words[i] for i in prompt))
         tokens = [model.cfg.bos, *prompt]
         for _ in range(count):
             (logits_v,) = logits_of([([*tokens, model.cfg.bos], 1)])
-            tokens.append(draw(rng, logits_v, temperature, top_k))
+            tokens.append(choose(logits_v))
             if tokens[-1] == model.cfg.bos:
                 break
             yield decoder.decode(model.words[tokens[-1]])
@@ -223,13 +223,13 @@ def opening(model: Trained, loss: float | None) -> tuple[str, list[int]]:
 def demonstrate(model: Trained, log: T.RunLog):
     """Write sample.txt at the end of a run of train_gpt.py."""
     heading, prompt = opening(model, log.facts["val_loss"])
-    rngs = [np.random.default_rng([model.cfg.seed, 0])]
-    pieces = samples(model, prompt, model.cfg.sample_tokens, rngs)
+    draws = [functools.partial(draw, np.random.default_rng([model.cfg.seed, 0]))]
+    pieces = samples(model, prompt, model.cfg.sample_tokens, draws)
     text = "".join([heading, "\n", *pieces]).removesuffix("\n")
     log.write("sample.txt", text)
     log.say(text)
     if T.checkpoint_steps(log.folder / "checkpoints"):
-        log.say(f"more samples: {T.command_for(__file__, log.folder, '--prompt', 'TEXT')}")
+        log.say(f"others: {T.command_for(__file__, log.folder, '--prompt', 'TEXT')}")
 
 
 def questions(path: Path, bos: int, encode: Callable) -> list[tuple[list, int]]:
@@ -329,10 +329,12 @@ def main(argv=None):
     else:
         prompt = encode(text)
     seed = model.cfg.seed if args.seed is None else args.seed
-    rngs = [np.random.default_rng([seed, n]) for n in range(args.samples)]
+    how = {"temperature": args.temperature, "top_k": args.top_k}
+    rngs = (np.random.default_rng([seed, n]) for n in range(args.samples))
+    draws = [functools.partial(draw, rng, **how) for rng in rngs]
     count = args.tokens or model.cfg.sample_tokens or 64
     try:
-        for piece in samples(model, prompt, count, rngs, args.temperature, args.top_k):
+        for piece in samples(model, prompt, count, draws):
             print(piece, end="", flush=True)
     except BrokenPipeError:  # after `| head`; otherwise flushing would fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

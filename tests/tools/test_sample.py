@@ -73,10 +73,10 @@ def seen(monkeypatch):
 
 def text_of(saved, prompt: str, count: int, seed=0, **how) -> str:
     """Return the prompt and its continuation; tokens are bytes."""
-    rngs = [np.random.default_rng(seed)]
+    draws = [partial(sample.draw, np.random.default_rng(seed), **how)]
     with quick_compilation():
         model = sample.load(saved)
-        pieces = [*sample.samples(model, list(prompt.encode()), count, rngs, **how)]
+        pieces = [*sample.samples(model, list(prompt.encode()), count, draws)]
     return "".join(pieces).removesuffix("\n")
 
 
@@ -133,7 +133,7 @@ def test_draws_follow_temperature_and_top_k():
     assert {*drawn} == {1, 2} and abs(
         drawn.count(1) / 2000 - share
     ) < 0.03  # three standard deviations
-    assert sample.draw(rng, logits, temperature=1e-300, top_k=None) == 1
+    assert sample.draw(rng, logits, temperature=1e-300) == 1
 
 
 def test_rows_have_prompt_and_answer_up_to_the_longest_row_of_the_run(saved, seen):
@@ -163,7 +163,8 @@ def test_characters_are_complete_and_a_document_ends_the_text(monkeypatch):
     monkeypatch.setattr(sample, "reader", lambda *_: lambda rows: next(logits))
     cfg = SimpleNamespace(bos=BOS)
     model = SimpleNamespace(cfg=cfg, words=[bytes([i]) for i in range(256)])
-    pieces = list(sample.samples(model, [], 99, [np.random.default_rng(0)], temperature=0))
+    draws = [partial(sample.draw, np.random.default_rng(0), temperature=0)]
+    pieces = list(sample.samples(model, [], 99, draws))
     assert pieces == ["", "a", "", "é", "", "", "…", "", "\ufffd\n"]
 
 

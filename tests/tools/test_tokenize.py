@@ -397,7 +397,7 @@ def test_files_named_val_are_not_trained_on_if_other_texts_validate(tmp_path):
         (folder / f"{name}.txt").write_text(name * 20)
     other = tmp_path / "other.txt"
     other.write_text("o" * 50)
-    for val, left in ((other, "valid.txt and 1 more"), (folder / "test.txt", "valid.txt")):
+    for val, left in ((other, "test.txt and 1 more"), (folder / "test.txt", "valid.txt")):
         files, held, said = tokenize_text.split(tokenize_text.texts_in(folder), [val])
         assert [path.name for path in files] == ["train.txt"] and held == [val]
         assert said.endswith(f"({left} is left out)")
