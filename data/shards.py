@@ -36,7 +36,7 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-OTHER_FORMATS = {  # first bytes of a file: (its format, what the user can do)
+OTHER_FORMATS = {  # first bytes of a file: (its format, advice)
     b"\x1f\x8b": ("gzip", "rename it to end in .gz"),
     b"%PDF-": ("PDF", "extract its text first"),
     b"PK\3\4": ("zip (or .docx, .epub, .odt)", "extract its text first"),
@@ -87,7 +87,7 @@ def detect_encoding(file, name) -> str:
         result = f"read as cp1252; if that is wrong: iconv -f ENCODING -t utf-8 {name}"
         encoding = "cp1252"
     first = ", ".join(map(str, bad_lines[:5])) + ", ..." * (len(bad_lines) > 5)
-    lines = f"lines with invalid UTF-8: {len(bad_lines):,} ({first})"
+    lines = f"{len(bad_lines):,} of {number:,} lines are not UTF-8 ({first})"
     tell(f"warning: {name}: {lines}: {result}", sys.stderr)
     return encoding
 

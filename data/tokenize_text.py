@@ -331,14 +331,14 @@ def passes_needed(cfg: Config, train: TokenStream, most: int) -> int:
 
 
 def settings_for_passes(cfg: Config, passes: int, steps: int, keep_ngrams: bool) -> list[str]:
-    """Return the settings for a text that is read `passes` times (measured: records/NOTES.md, Own
-    text).
+    """Return the settings for a text that is read `passes` times; "Own text" in records/NOTES.md has
+    the measurements.
 
     - Validation runs eight times, and the best model is kept if it has at most 10 GB. LARGE presets
       and runs that continue another get only this.
-    - Weight decay grows by 2 * passes, for matrices from ten passes on by passes^2 / 5. The limits
-      are 178 for matrices, the largest factor that was tried, and 16 for other parameters: at 32,
-      an update of a table would remove more than a whole weight, and weights would diverge.
+    - Weight decay is multiplied by 2 * passes, for matrices from ten passes on by passes^2 / 5. The
+      limits are 178 for matrices, the largest factor that was tried, and 16 for other parameters:
+      at 32, an update of a table would remove more than a whole weight, and weights would diverge.
     - Averages extend over the same share of the steps as in the preset.
     - The n-gram table memorizes the text. So half of its rows are dropped in each step, and from
       four passes on the run has no table, unless `keep_ngrams`."""
@@ -371,10 +371,10 @@ def settings_for_validation(cfg: Config, tokens: int, given: list[str], validati
     rows = cfg.val_batch // cfg.val_row
     needed = 2 * rows
     if "val_tokens" in values_of(given):
-        needed = T.with_settings(cfg, given).val_tokens
-    few = f"validation on {validation} has too few tokens for {cfg.preset}: take more text"
-    few = f"{few}, a longer --val, or fewer val_tokens"
-    need(tokens > needed, f"{few} ({tokens:,} of {needed + 1:,} are there)")
+        needed = max(needed, T.with_settings(cfg, given).val_tokens)
+    few = f"validation on {validation} has too few tokens for {cfg.preset}"
+    few = f"{few}: take more text, a longer --val, or fewer val_tokens"
+    need(tokens > needed, f"{few} ({tokens:,} tokens, {needed + 1:,} are needed)")
     row = min(cfg.val_row, (tokens - 1) // rows)
     if row > 128:
         row -= row % 128  # attention on accelerators needs multiples of 128

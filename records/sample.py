@@ -46,17 +46,6 @@ class Trained(NamedTuple):
     step: int  # number of steps that it was trained
 
 
-def find_checkpoint(place: Path) -> T.Saved:
-    """Return the checkpoint in `place`. A run gives the lowest validation loss, if it was kept,
-    otherwise the last checkpoint."""
-    best = place / T.BEST
-    if T.checkpoint_steps(best):
-        line = f"the model with the run's lowest validation loss; the last one: {place}/checkpoints"
-        T.tell(line, sys.stderr)
-        place = best
-    return T.find_checkpoint(place, lambda line: T.tell(line, sys.stderr))
-
-
 def merges_folder(saved: T.Saved) -> Path:
     """Return the folder with the run's merges.json: the run itself or, if the file is missing there
     and the shards have not changed, the folder of the shards."""
@@ -315,7 +304,13 @@ def main(argv=None):
     positive = all(count is None or count > 0 for count in counts)
     T.need(positive, "--tokens, --top-k and --samples must be positive")
     T.need(args.seed is None or args.seed >= 0, "--seed must not be negative")
-    saved = find_checkpoint(Path(args.run_dir).expanduser())
+    place = Path(args.run_dir).expanduser()
+    best = place / T.BEST
+    if T.checkpoint_steps(best):
+        line = f"the model with the run's lowest validation loss; the last one: {place}/checkpoints"
+        T.tell(line, sys.stderr)
+        place = best
+    saved = T.find_checkpoint(place, lambda line: T.tell(line, sys.stderr))
     encode = text_encoding(saved.cfg.encoding, merges_folder(saved)).encode_ordinary
     if args.score:
         asked = questions(Path(args.score), saved.cfg.bos, encode)

@@ -393,10 +393,18 @@ def test_invalid_arguments_are_refused_in_one_line(saved, monkeypatch, capsys):
 
 
 def test_of_a_run_with_a_best_model_it_takes_that_and_reports_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(T, "find_checkpoint", lambda place, say: place)
-    assert sample.find_checkpoint(tmp_path) == tmp_path and not capsys.readouterr().err
+    def place_of(run_dir):
+        with pytest.raises(T.UserError) as found:
+            sample.main([str(run_dir)])
+        return str(found.value)
+
+    def find(place, say):
+        raise T.UserError(str(place))
+
+    monkeypatch.setattr(T, "find_checkpoint", find)
+    assert place_of(tmp_path) == f"{tmp_path}" and not capsys.readouterr().err
     (tmp_path / "best" / "3").mkdir(parents=True)
-    assert sample.find_checkpoint(tmp_path) == tmp_path / "best"
+    assert place_of(tmp_path) == f"{tmp_path}/best"
     line = f"the model with the run's lowest validation loss; the last one: {tmp_path}/checkpoints"
     assert capsys.readouterr().err == f"{line}\n"
-    assert sample.find_checkpoint(tmp_path / "checkpoints").name == "checkpoints"
+    assert place_of(tmp_path / "checkpoints") == f"{tmp_path}/checkpoints"

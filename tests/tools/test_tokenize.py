@@ -142,20 +142,20 @@ CAFE = "Un café à Orléans.\n" * 50
     (b"\xfe\xff" + ODD.encode("utf-16-be"), ODD, ""),
     (ODD.encode("utf-32"), ODD, ""),
     (b"fine\n\n" + ODD.encode("latin-1"), "fine\n\n" + ODD,
-     "lines with invalid UTF-8: 40 (3, 4, 5, 6, 7, ...): read as cp1252; if that is wrong: iconv "
+     "40 of 42 lines are not UTF-8 (3, 4, 5, 6, 7, ...): read as cp1252; if that is wrong: iconv "
      "-f ENCODING -t utf-8 "),
-    (QUOTES.encode("cp1252"), QUOTES, "lines with invalid UTF-8: 20 (2, 3, 4, 5, 6, ...): read as"),
+    (QUOTES.encode("cp1252"), QUOTES, "20 of 21 lines are not UTF-8 (2, 3, 4, 5, 6, ...): read as"),
     (b"\x80\x81\x82", "€\ufffd‚", "(1): read as cp1252"),  # cp1252 does not define 0x81
     ((ODD + "日").encode()[:-1], ODD + "\ufffd",  # the file ends inside a character
-     "lines with invalid UTF-8: 1 (41): invalid bytes are replaced by U+FFFD"),
+     "1 of 41 lines are not UTF-8 (41): invalid bytes are replaced by U+FFFD"),
     (RAIN.encode() + b"\xff\n" + RAIN.encode(), RAIN + "\ufffd\n" + RAIN,
-     "lines with invalid UTF-8: 1 (51): invalid bytes are replaced by U+FFFD"),
+     "1 of 101 lines are not UTF-8 (51): invalid bytes are replaced by U+FFFD"),
     (CAFE.encode() + b"caf\xe9\n" * 9, CAFE + "caf\ufffd\n" * 9,
-     "lines with invalid UTF-8: 9 (51, 52, 53, 54, 55, ...): invalid bytes are replaced"),
+     "9 of 59 lines are not UTF-8 (51, 52, 53, 54, 55, ...): invalid bytes are replaced"),
     ("水の山".encode() * 9 + b"\xff" + "雨".encode(), "水の山" * 9 + "\ufffd雨",  # a single line
-     "lines with invalid UTF-8: 1 (1): invalid bytes are replaced by U+FFFD"),
+     "1 of 1 lines are not UTF-8 (1): invalid bytes are replaced by U+FFFD"),
     (b"fine \xc3\xa9\n" + CAFE.encode("cp1252"), "fine Ã©\n" + CAFE,
-     "lines with invalid UTF-8: 50 (2, 3, 4, 5, 6, ...): read as cp1252"),
+     "50 of 51 lines are not UTF-8 (2, 3, 4, 5, 6, ...): read as cp1252"),
     (ODD.encode().replace(b"\n", b"\r\n"), ODD, ""),
 ])  # fmt: skip
 def test_text_of_any_encoding_is_read(tmp_path, capsys, content, text, warns):
@@ -181,9 +181,14 @@ def test_a_val_tokens_larger_than_the_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("Roses are red. " * 9000)
     (tmp_path / "b.txt").write_text("Violets. " * 60)
     words = [str(tmp_path / "a.txt"), "--val", str(tmp_path / "b.txt"), "--for", "tiny"]
-    reason = r"validation on b.txt has too few tokens for tiny: .* fewer val_tokens \(541 of 4,097 "
+    reason = (
+        r"validation on b.txt has too few tokens for tiny: .* fewer val_tokens \(541 tokens, 4,097"
+    )
     with pytest.raises(T.UserError, match=reason):
         tokenize_text.main([*words, "--set", "val_tokens=4096"])
+    (tmp_path / "b.txt").write_text("Violets.")
+    with pytest.raises(T.UserError, match=r"\(9 tokens, 17 are needed\)"):
+        tokenize_text.main([*words, "--set", "val_tokens=4"])
 
 
 def test_a_wrong_setting_is_refused_before_tokens_are_made(tmp_path, monkeypatch):
@@ -591,7 +596,7 @@ def test_a_validation_text_that_is_too_short_is_named(tmp_path, capsys):
         (tmp_path / name).write_text("Roses are red. " * 900)
     for name in ("b.txt", "val.txt"):
         (tmp_path / name).write_text("Violets.")
-    short = r"has too few tokens for tiny: take more text, .* \(9 of 17 are there\)"
+    short = r"has too few tokens for tiny: take more text, .* \(9 tokens, 17 are needed\)"
     for argv, held in (
         (["a.txt", "--val", "b.txt"], "b.txt"),
         (["train.txt", "val.txt"], "val.txt"),
