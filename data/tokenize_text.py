@@ -331,8 +331,7 @@ def passes_needed(cfg: Config, train: TokenStream, most: int) -> int:
 
 
 def settings_for_passes(cfg: Config, passes: int, steps: int, keep_ngrams: bool) -> list[str]:
-    """Return the settings for a text that is read `passes` times; "Own text" in records/NOTES.md has
-    the measurements.
+    """Return the settings for a text that is read `passes` times (see "Own text" in NOTES.md).
 
     - Validation runs eight times, and the best model is kept if it has at most 10 GB. LARGE presets
       and runs that continue another get only this.
