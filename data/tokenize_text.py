@@ -434,9 +434,13 @@ def settings(cfg: Config, folder: Path, given: list[str], validation: str) -> li
 def main(argv: list[str] | None = None) -> None:
     parser = T.Parser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    some = {"nargs": "+", "type": Path, "metavar": "TEXT"}
+
+    def path(text):  # shells do not expand ~ in --out=~/tokens
+        return Path(text).expanduser()
+
+    some = {"nargs": "+", "type": path, "metavar": "TEXT"}
     add("texts", **some, help=f"files or folders: {', '.join(SUFFIXES)}")
-    add("--out", type=Path, metavar="DIR", help="a new folder for the shards")
+    add("--out", type=path, metavar="DIR", help="a new folder for the shards")
     default = f"default: bytes for tiny and below {SHORT // 1_000_000} MB, otherwise gpt2"
     add("--encoding", choices=("gpt2", "bytes"), help=default)
     add("--val", **some, default=[], help="texts for validation")
@@ -448,14 +452,13 @@ def main(argv: list[str] | None = None) -> None:
         facts = json.loads(Path(args.preset, RUN).read_text())
         run = T.typed(Config, facts["config"])
     cfg = run or T.PRESETS.get(args.preset)
-    if cfg:
-        T.with_settings(cfg, args.set)  # a typo is reported before tokens are made
     folder, validation = args.texts[0], "its shards"
     if args.texts[1:] or not (folder / DESCRIPTION).exists():
         try:
             folder, validation = tokens_of(args, run)
         except MemoryError:
-            raise UserError(f"out of memory while making tokens: {T.LESS_TEXT}") from None
+            fix = "use less text, or make them on a larger machine with --out DIR"
+            raise UserError(f"out of memory while making tokens: {fix}") from None
     else:
         need(not args.val, f"{folder} has its validation: --val goes with a text")
     if cfg:

@@ -266,7 +266,7 @@ def score(model: Trained, asked: list[tuple[list, int]], say: Callable) -> str:
 def given_prompt(args) -> str | None:
     """Return the prompt from the command line, a file or stdin; None if there is none."""
     if args.file:
-        with opened(Path(args.file)) as file:
+        with opened(args.file) as file:
             text = decoded(file, args.file)
     elif args.prompt == "-" or (args.prompt is None and is_redirected(sys.stdin)):
         T.tell("reading the prompt from stdin (no prompt: add < /dev/null)", sys.stderr)
@@ -288,11 +288,15 @@ def is_redirected(stream) -> bool:
 def main(argv=None):
     parser = T.Parser(prog="sample.py", description=(__doc__ or "").split("\n")[0])
     option = parser.add_argument
-    option("run_dir", metavar="RUN_DIR", help="folder of a run")
+
+    def path(text):  # shells do not expand ~ in --file=~/prompt.txt
+        return Path(text).expanduser()
+
+    option("run_dir", type=path, metavar="RUN_DIR", help="folder of a run")
     what = parser.add_mutually_exclusive_group().add_argument
     what("--prompt", metavar="TEXT", help="text to continue; - for stdin (or use a pipe)")
-    what("--file", metavar="FILE", help="file with the text to continue")
-    what("--score", metavar="FILE.jsonl", help="questions in HellaSwag's format")
+    what("--file", type=path, metavar="FILE", help="file with the text to continue")
+    what("--score", type=path, metavar="FILE.jsonl", help="questions in HellaSwag's format")
     option("--tokens", type=int, metavar="N", help="maximum length of the answer")
     option("--temperature", type=float, default=0.7, metavar="X", help="0: the most likely token")
     option("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
@@ -304,7 +308,7 @@ def main(argv=None):
     positive = all(count is None or count > 0 for count in counts)
     T.need(positive, "--tokens, --top-k and --samples must be positive")
     T.need(args.seed is None or args.seed >= 0, "--seed must not be negative")
-    place = Path(args.run_dir).expanduser()
+    place = args.run_dir
     best = place / T.BEST
     if T.checkpoint_steps(best):
         line = f"the model with the run's lowest validation loss; the last one: {place}/checkpoints"
@@ -313,7 +317,7 @@ def main(argv=None):
     saved = T.find_checkpoint(place, lambda line: T.tell(line, sys.stderr))
     encode = text_encoding(saved.cfg.encoding, merges_folder(saved)).encode_ordinary
     if args.score:
-        asked = questions(Path(args.score), saved.cfg.bos, encode)
+        asked = questions(args.score, saved.cfg.bos, encode)
         T.tell(score(load(saved), asked, T.tell))
         return
     text = given_prompt(args)

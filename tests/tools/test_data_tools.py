@@ -72,8 +72,8 @@ def test_tools_run_in_an_unusual_python(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     text = tmp_path / "a.txt"
     text.write_text("Roses are red. " * 900)
-    name, items, validation = T.fitted([str(text)], [], ["tiny"], ["steps=5"])
-    assert name == "tiny" and validation.startswith("the last tenth")
+    items, validation = T.settings_for([str(text)], [], "tiny", ["steps=5"])
+    assert validation.startswith("the last tenth")
     assert items[0].startswith(f"data={text}.tokens/")
 
 
@@ -120,7 +120,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     started.unlink()
     os.kill(trainer, number)
     _, status = os.waitpid(trainer, 0)
-    assert os.waitstatus_to_exitcode(status) == -number
+    assert os.waitstatus_to_exitcode(status) == 128 + number
     try:
         os.kill(tool, 0)
     except ProcessLookupError:
