@@ -125,9 +125,8 @@ def c_entries(owner: object, name: str) -> Iterator[Entry]:
 
 
 def without_repeats(documents: Iterable[list[Entry]]) -> Iterator[str]:
-    """Yield the documents as text, without paragraphs and entries that occurred earlier.
-
-    Splits a long document when it has DOCUMENT_CHARS; drops a short remainder."""
+    """Yield the documents as text, without paragraphs and entries that occurred earlier. Split a
+    document when it has DOCUMENT_CHARS; drop a short remainder."""
     seen = set()
     for document in documents:
         kept, size = [], 0
@@ -151,8 +150,7 @@ def without_repeats(documents: Iterable[list[Entry]]) -> Iterator[str]:
 
 
 def collect() -> list[str]:
-    """Return the documents in the order of their SHA-1. Raise UserError if this Python has no
-    sources."""
+    """Return the documents, sorted by SHA-1. Raise UserError if this Python has no sources."""
     library = Path(sysconfig.get_path("stdlib"))
     fix = "use a full CPython, or text of your own with data/tokenize_text.py"
     missing = f"no Python sources in {library}: this installation is zipped or stripped: {fix}"
@@ -220,9 +218,8 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write a training shard, a validation shard and merges.json, in about five seconds.
-
-    The first documents in SHA-1 order are for validation."""
+    """Write a training shard, a validation shard (the first documents) and merges.json. Takes about
+    five seconds."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER)
     folder = parser.parse_args(argv).folder

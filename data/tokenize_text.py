@@ -198,7 +198,7 @@ def documents(path: Path, encoding: str) -> Iterator[str]:
 
 
 def tokenize(encoding, files: list[File]) -> np.ndarray:
-    """Return the tokens of all documents, uint16. Raise UserError if the files are empty."""
+    """Return the uint16 tokens of all documents. Raise UserError if the files are empty."""
     tokens = bytearray()
     characters = 0
 
