@@ -3356,27 +3356,27 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
 
 
 class Prepared(NamedTuple):
-    """Everything that `train` needs when the clock starts."""
+    """Everything `train` needs when the clock starts."""
 
-    cfg: Config  # for the devices of `mesh`
+    cfg: Config  # adapted to the devices of `mesh`
     mesh: Mesh
     log: RunLog
-    compiled: dict  # key of `programs` -> executable
-    state: dict  # training state, on the devices
+    compiled: dict  # program key -> executable
+    state: dict  # training state
     copies: dict
-    batches: Iterator  # of (Batch, LoaderState after it)
+    batches: Iterator  # yields (Batch, LoaderState after it)
     loader: LoaderState  # before the first batch
-    stream: TokenStream  # of training tokens
+    stream: TokenStream  # training tokens
     validation: tuple[TokenStream, Vocabulary | None]
-    handlers: dict  # signal handlers, to be restored after training
+    handlers: dict  # original signal handlers
     stop_signal: Callable  # see ask_to_stop
     kernels: Kernels
     words: list[bytes]  # see token_bytes
 
 
 def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Prepared:
-    """Check devices and data, open the log, compile and run every program once, and create or load
-    the training state. The loader makes its first batch after the clock has started."""
+    """Check devices and data, open the log, compile and warm up all programs, and create or load
+    the training state. The loader does not start before the clock."""
     recipe = cfg
     cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
@@ -3390,8 +3390,8 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     facts = run_facts(recipe, mesh, command, choices) | {"data": data.shards}
     log = open_log(recipe, facts, out, saved, say)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
-    from_all(0)  # wait for processes that take longer to compile
-    if not jax.config.jax_debug_nans:  # norms and logarithms of zeros are NaN
+    from_all(0)  # barrier: some processes take longer to compile
+    if not jax.config.jax_debug_nans:  # a warm-up on zeros computes NaNs
         warm_up(cfg, mesh, kernels, compiled)
 
     seed = np.uint32(cfg.seed)
@@ -3401,7 +3401,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         state = start_state(cfg, mesh)(seed)
     if cfg.start and not saved:
         say(f"starting with the parameters of {cfg.start}")
-        del state["params"]  # frees memory for the other parameters
+        del state["params"]  # make room for the loaded parameters
         other_run = find_checkpoint(Path(cfg.start), say)
         state |= load_state(mesh, other_run, ("params",))
     copies = start_copies(cfg, mesh)(state["params"], seed)
@@ -3414,14 +3414,14 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     by_id = None
     if cfg.ngram_rows:
         by_id = vocabulary(cfg, data.words)
-    if saved:  # nothing can fail after this point, so the files of the run may change
+    if saved:  # nothing can fail from here on, so it is safe to change the run's files
         log.begin(saved)
     log.write_facts(compile_seconds=seconds)
     if all(name.startswith("fineweb_") for name in data.shards):
         line = f"FineWeb shards: {provenance(data.folder, data.shards)}"
         log.write("log.txt", line)
         say(line)
-    if cfg.encoding == "bpe":  # for sampling from the folder of the run
+    if cfg.encoding == "bpe":  # lets sample.py work with the run directory alone
         log.write(MERGES, (data.folder / MERGES).read_text())
     return Prepared(
         cfg=cfg,
@@ -3443,9 +3443,9 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
 
 # ---- Data checks: all tokens of the run are present and valid ------------------------------------
 
-# JSON files next to shards:
-MERGES = "merges.json"  # for encoding=bpe, also in its runs: the bytes of merged tokens, in hex
-HASHES = "hashes.json"  # for FineWeb: the SHA-256 of each shard (data/cached_fineweb10B.py)
+# JSON files next to the shards:
+MERGES = "merges.json"  # for encoding=bpe, also in run directories: bytes of merged tokens, in hex
+HASHES = "hashes.json"  # for FineWeb: SHA-256 of each shard (data/cached_fineweb10B.py)
 
 
 class Data(NamedTuple):
@@ -3454,12 +3454,12 @@ class Data(NamedTuple):
     folder: Path
     train: TokenStream
     val: TokenStream
-    words: list[bytes]  # bytes of every token id (see token_bytes)
-    shards: dict[str, dict]  # size and hash of each shard (see check_tokens)
+    words: list[bytes]  # bytes of each token id (token_bytes)
+    shards: dict[str, dict]  # size and hash of each shard (check_tokens)
 
 
 def open_data(cfg: Config, say: Callable) -> Data:
-    """Return the Data of a run. Raise UserError if some of it is missing or wrong."""
+    """Open and check the run's data. Raise UserError if anything is missing or wrong."""
     folder = data_folder(cfg, say)
     stream = TokenStream(folder, "train", cfg.bos, cfg.passes, cfg.seed)
     val_stream = TokenStream(folder, "val", cfg.bos)
@@ -3468,9 +3468,9 @@ def open_data(cfg: Config, say: Callable) -> Data:
 
 
 def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
-    """Return the size and the hash of every shard that the run will read.
+    """Return size and hash of every shard the run will read.
 
-    Raise UserError if tokens are missing, or cannot be from the tokenizer of the config."""
+    Raise UserError if there are too few tokens, or if another tokenizer made them."""
     for split in (stream, val_stream):
         if not np.any(split.shards[0] == cfg.bos):
             raise wrong_tokens(cfg, split.paths[0], f"no document begins with bos={cfg.bos}")
@@ -3482,7 +3482,7 @@ def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> d
 
 
 def wrong_tokens(cfg: Config, path: Path, problem: str) -> UserError:
-    """Return the error for a shard that is not in the encoding of the config."""
+    """Return the error for a shard that does not match cfg.encoding."""
     fix = "set encoding (ids for your own tokenizer), vocab, real_tokens and bos, or tokenize again"
     return UserError(f"{path}: {problem}, so its encoding is not {cfg.encoding}: {fix}")
 
@@ -3495,21 +3495,21 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
         try:
             _, cursor = plan_rows(stream, cursor, stage)
             if not stage.doc_cap:
-                stream.shard_at(cursor)  # contains the last target
+                stream.shard_at(cursor)  # the last target
         except UserError:
             found = f"{stream.paths[0].parent}: {len(stream):,} training tokens"
             fix = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
             raise UserError(f"{found} last for {step} of {cfg.steps} steps: {fix}") from None
-    # The clock includes all work on data, so the loader must find documents and rows again.
+    # The clock must include all data loading, so clear what was computed here.
     stream.documents.cache_clear()
     stream.rows.cache_clear()
     return cursor
 
 
 def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
-    """Return file name -> size and hash of each shard that is read before the cursor `end`.
+    """Return file name -> size and hash for each shard up to the cursor `end`.
 
-    Raise UserError if a shard has an id outside the vocabulary."""
+    Raise UserError if a token id is outside the vocabulary."""
     last, _ = stream.shard_at(min(end, len(stream) - 1))
     facts = {}
     for path, tokens in zip(stream.paths, stream.shards[: last + 1], strict=False):
@@ -3523,8 +3523,8 @@ def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
 
 
 def provenance(folder: Path, shards: dict[str, dict]) -> str:
-    """Return "verified" if all `shards` (see check_tokens) have the hashes from their download,
-    otherwise "unverified"."""
+    """Return "verified" if all `shards` (see check_tokens) match their published hashes, otherwise
+    "unverified"."""
     try:
         published = json.loads((folder / HASHES).read_text())["sha256"]
         same = [published[name] == facts["sha256"] for name, facts in shards.items()]
@@ -3534,9 +3534,9 @@ def provenance(folder: Path, shards: dict[str, dict]) -> str:
 
 
 def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
-    """Return the bytes of every id before BOS; an empty list for encoding=ids.
+    """Return the bytes of every token id below BOS, or an empty list for encoding=ids.
 
-    Raise UserError if GPT-2's cannot be loaded, or if the merges in `folder` do not fit."""
+    Raise UserError if they cannot be loaded, or if the merges in `folder` are invalid."""
     words = [bytes([i]) for i in range(256)]
     fix = f"make the data in {folder} again, or set encoding=ids if its tokens have no bytes"
     try:
@@ -3561,15 +3561,14 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
 
 # ---- Devices: the devices of a run, and the rows of its batches ----------------------------------
 
-BLOCK = 256  # tokens that kernels process at a time
+BLOCK = 256  # tokens per block of a kernel
 
 
 def for_devices(cfg: Config, devices: int) -> Config:
-    """Return the config for up to `devices` devices, with their number in cfg.devices.
+    """Adapt a config to at most `devices` devices: the largest number that divides the rows evenly.
 
-    It is the largest number that divides the rows evenly. Batches are those of the recipe if each
-    device gets at least a row and no row is longer than micro_tokens. Otherwise rows are cut, in
-    multiples of BLOCK, and all rows of a stage have the same length."""
+    If there are more devices than rows, or rows longer than micro_tokens, each row is split into
+    equal rows of whole BLOCKs."""
     rows = cfg.stages[0].rows
 
     def one_row_each(stage: Stage, count: int) -> bool:
@@ -3586,7 +3585,7 @@ def for_devices(cfg: Config, devices: int) -> Config:
     stages = cfg.stages
     largest = max(stage.batch_tokens for stage in stages)
     least = max(used, rows)
-    counts = range(least, largest // BLOCK + 1, least)  # multiples share the rows evenly, too
+    counts = range(least, largest // BLOCK + 1, least)
     shorter = (n for n in counts if n * cfg.micro_tokens >= largest and fits(n))
     count = next(shorter, least)
     if count > rows:
@@ -3599,11 +3598,11 @@ def for_devices(cfg: Config, devices: int) -> Config:
 
 
 def cpu_cores() -> int:
-    """Return how many cores this process may use: its affinity and the quotas of its cgroups."""
+    """Return the number of cores available to this process (CPU affinity and cgroup quotas)."""
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on every system
         count = len(os.sched_getaffinity(0))
-    for quota in cgroup_values("cpu.max"):  # "CPU_TIME PERIOD", in microseconds
+    for quota in cgroup_values("cpu.max"):  # "CPU_TIME PERIOD"
         used, period = quota.split()
         if used != "max":
             count = min(count, max(1, int(used) // int(period)))
@@ -3611,15 +3610,14 @@ def cpu_cores() -> int:
 
 
 def machine_bytes() -> int:
-    """Return the bytes of memory that this process may use, less than all in a container."""
+    """Return the memory available to this process in bytes (RAM and cgroup limits)."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limits += [int(limit) for limit in cgroup_values("memory.max") if limit != "max"]
     return min(limits)
 
 
 def cgroup_values(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
-    """Return the contents of the file `name` in the cgroup (version 2) of this process and in its
-    parents."""
+    """Read the file `name` from this process's cgroup (version 2) and its parents."""
     values = []
     with contextlib.suppress(OSError, StopIteration):  # another system, or version 1
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -3634,15 +3632,15 @@ def cgroup_values(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
 def all_devices() -> list:
     """Return the devices of all processes. Raise UserError if JAX cannot start its backend.
 
-    Up to eight cores of a CPU become one device each, with a row per device: as a single device,
-    they would share each operation, and most operations are too small for that."""
+    On a CPU, up to eight cores become one device each. Most operations are too small to run on all
+    cores at once."""
     if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
         count = min(cpu_cores(), 8)
-        with contextlib.suppress(RuntimeError):  # in a notebook JAX may have started already
+        with contextlib.suppress(RuntimeError):  # JAX has already started (notebooks)
             jax.config.update("jax_num_cpu_devices", count)
     try:
         devices = jax.devices()
-    except Exception as error:  # RuntimeError, or any exception of a broken plugin
+    except Exception as error:  # plugins raise all kinds of exceptions
         named = os.environ.get("JAX_PLATFORMS", "")
         fix = "see JAX_PLATFORMS and drivers, or end the process that uses them (a notebook)"
         extras = {"cuda": "cuda13", "gpu": "cuda13", "tpu": "tpu"}
@@ -3655,15 +3653,15 @@ def all_devices() -> list:
 
 
 def capability(device) -> float:
-    """Return the compute capability of an NVIDIA GPU, or 0 for other devices."""
+    """Return a GPU's compute capability, or 0 for other devices."""
     text = str(getattr(device, "compute_capability", ""))
     return float(text) if re.fullmatch(r"\d+\.\d", text) else 0.0
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
-    """Return the config for the first cfg.devices of the `devices` (0: all), and their mesh.
+    """Return (config, mesh) for the first cfg.devices of `devices` (0: all).
 
-    Raise UserError if they cannot run one program together."""
+    Raise UserError if they cannot run the same program."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
     count = len(devices)
     need(cfg.devices <= count, f"devices={cfg.devices}, but there are {count}: use fewer, or 0")
@@ -3683,17 +3681,16 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
 
 # ---- Memory: what a run needs of a device, before anything is compiled -------------------------
 
-SPARE = 2 * 2**30  # bytes per device for allocations that are not counted (records/NOTES.md)
+SPARE = 2 * 2**30  # bytes per device left for other allocations (records/NOTES.md)
 
 
 def usable(limit: float) -> float:
-    """Return how many bytes programs may use on a device with `limit` bytes: all but SPARE, or half
-    of a small device."""
+    """Return how many of a device's `limit` bytes programs may use."""
     return max(limit - SPARE, limit / 2)
 
 
 def device_bytes(tree) -> int:
-    """Return the bytes on a device of arrays with these shapes and shardings."""
+    """Return the bytes per device of arrays with these shapes and shardings."""
     size = 0
     for x in jax.tree.leaves(tree):
         shape = x.sharding.shard_shape(x.shape)
@@ -3702,7 +3699,7 @@ def device_bytes(tree) -> int:
 
 
 def gradient_bytes(cfg: Config, mesh: Mesh, name: str, stage: int) -> int:
-    """Return the bytes on a device of a parameter's gradient of one step."""
+    """Return the bytes per device of a parameter's gradient of one step."""
     if name == NGRAMS:
         rows = mesh.size * capacity(cfg.stages[stage].batch_tokens, mesh.size)
         return rows * (4 + cfg.width * cfg.dtype.itemsize)  # ids and vectors
@@ -3710,17 +3707,17 @@ def gradient_bytes(cfg: Config, mesh: Mesh, name: str, stage: int) -> int:
 
 
 def due_bytes(cfg: Config, mesh: Mesh, update: Update) -> dict[str, list[int]]:
-    """Return the bytes on a device of the accumulated gradients that an update takes: name -> one
-    number per step."""
+    """Return the bytes per device of the gradients passed to an update: name -> one entry per
+    step."""
     stages = update.stages or (0,) * update.steps
     names = updated(cfg, update.kind)
     return {name: [gradient_bytes(cfg, mesh, name, stage) for stage in stages] for name in names}
 
 
 def held_bytes(cfg: Config, mesh: Mesh, key) -> int:
-    """Return the bytes on a device of state, copies and accumulated gradients while the program
-    with this `key` runs. The gradients that it returns are not counted."""
-    waiting = {}  # name -> the most that is accumulated
+    """Return the bytes per device of training state, copies and accumulated gradients while the
+    program `key` runs, without its own results."""
+    waiting = {}  # name -> bytes of accumulated gradients
     for update in keys_of_steps(cfg):
         if isinstance(update, Update):
             for name, sizes in due_bytes(cfg, mesh, update).items():
@@ -3731,7 +3728,7 @@ def held_bytes(cfg: Config, mesh: Mesh, key) -> int:
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
-    """Return held_bytes without the arguments of the program with this `key`."""
+    """Return held_bytes without the program's arguments."""
     state = abstract_state(cfg, mesh)
     arguments = device_bytes(state)
     if isinstance(key, Update):
@@ -3743,8 +3740,8 @@ def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
 
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
-    """Return program name -> bytes on a device while the program runs: the arrays that are kept
-    and, if records/fit.py is there, an estimate of the temporary arrays."""
+    """Return program name -> peak bytes per device. Temporary arrays are included as an estimate if
+    records/fit.py exists."""
     if estimate := records_tool("fit.py"):
         return estimate["expected_bytes"](cfg, mesh)
     keys = [*keys_of_steps(cfg), "finish", "eval"]
@@ -3752,9 +3749,9 @@ def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, fix="") -> str:
-    """Return "" if a program that needs `size` of the `limit` bytes of a device fits.
+    """Return "" if a program needing `size` bytes fits on a device with `limit` bytes.
 
-    Otherwise, return an error message with the `fix`, or with settings that fit."""
+    Otherwise return an error message with `fix`, or with settings that fit."""
     if size <= usable(limit):
         return ""
     if not fix:
@@ -3770,13 +3767,13 @@ def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, fix
 
 
 def check_memory(cfg: Config, mesh: Mesh, fix="") -> str:
-    """Return a line about the memory that the run needs. Raise UserError if there is less, with the
-    `fix` or with settings that fit."""
+    """Return a line about the memory needed. Raise UserError if there is not enough, with `fix` or
+    with settings that fit."""
     sizes = expected_bytes(cfg, mesh)
     name = max(sizes, key=sizes.get)
     size = sizes[name] / 2**30
     limit = memory_limit(mesh)
-    if mesh.devices.flat[0].platform == "cpu":  # these devices share the memory of the machine
+    if mesh.devices.flat[0].platform == "cpu":  # all devices share the machine's memory
         machine = machine_bytes() / 2**30
         needs = f"{cfg.preset} needs about {size * mesh.size:.1f} GiB"
         cpus = f"jax sees only CPUs, with {machine:.1f} GiB"
@@ -3789,19 +3786,18 @@ def check_memory(cfg: Config, mesh: Mesh, fix="") -> str:
 
 
 def memory_limit(mesh: Mesh) -> float:
-    """Return the bytes that jax may use on each device, the least of all devices.
+    """Return the bytes JAX may use per device (minimum over devices).
 
-    It is infinity for CPUs, and for GPUs with XLA_PYTHON_CLIENT_ALLOCATOR=platform."""
+    Returns infinity if unknown: on CPUs, and with XLA_PYTHON_CLIENT_ALLOCATOR=platform."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     return min(of_device.get("bytes_limit") or math.inf for of_device in stats)
 
 
 def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
-    """Return the config with whole_loss=auto replaced by "always" or "never".
+    """Replace whole_loss="auto" with "always" or "never".
 
-    With "always" the gradient of the head is written once, not added up chunk by chunk. That needs
-    memory for all logits of a micro-batch. Activations of `speedrun` take up to three times as
-    much, so "always" requires four times the size of the logits."""
+    Without chunks, the head gradient is written only once, but all logits of a micro-batch must fit
+    in memory. The activations of `speedrun` need up to three times as much, hence the factor 4."""
     if cfg.whole_loss != "auto":
         return cfg
     logits = 0
@@ -3816,10 +3812,10 @@ def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
 
 
 def keeps_logits_narrow(cfg: Config, device) -> bool:
-    """Return whether training on such a device keeps logits in the compute dtype only.
+    """Return whether training on this kind of device stores logits in the compute dtype.
 
-    XLA for TPUs fuses the loss with its matmuls. On GPUs a kernel reads the rounded logits
-    (loss_rows; not with a pointer). Otherwise there are float32 logits in memory."""
+    On TPUs, XLA fuses the loss into the matmuls. On GPUs, a kernel reads rounded logits (loss_rows;
+    not with a pointer). Otherwise float32 logits are materialized."""
     loss = pick_kernels(cfg, device)[0].cross_entropy
     if device.platform == "tpu":
         return loss is not PLAIN.cross_entropy
@@ -3837,25 +3833,25 @@ class Saved(NamedTuple):
     folder: Path
     cfg: Config
     step: int  # number of finished steps
-    loader: LoaderState  # before the next batch, for the rows of all processes
-    meta: dict  # contents of run.json, training time, sizes of the logs
+    loader: LoaderState  # before the next batch, for all processes
+    meta: dict  # contents of run.json, training time, log sizes
 
     @property
     def run_dir(self) -> Path:
-        """The folder of its run."""
+        """The run directory."""
         return self.folder.parents[1]
 
     @property
     def only_params(self) -> bool:
-        """Whether it has no optimizer state."""
+        """Whether the optimizer state is missing."""
         return all(name.startswith("params.") for name in self.meta["files"])
 
 
 def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (file name, rows) of each shard that this process stores. Each row is stored once."""
+    """Yield (file name, rows) for each shard this process saves, so that each row is saved once."""
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
-        rows = param_table(cfg)[name].shape[0]  # the rest is padding, see abstract_state
+        rows = param_table(cfg)[name].shape[0]  # without padding (abstract_state)
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
             count = min(len(shard.data), rows - first)
@@ -3864,10 +3860,10 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
-    """Write the `shards` of this process, and return their size in MB (process 0: of all shards).
-    Raise OSError on all processes if one cannot write.
+    """Save this process's `shards` and return their size in MB (on process 0, the total).
+    Raise OSError on all processes if any of them cannot write.
 
-    The checkpoint is hidden until it is complete. Only then are older checkpoints deleted."""
+    The checkpoint stays hidden until it is complete; then older checkpoints are deleted."""
     step = meta["step"]
     hidden = folder / f".{step}"
     failed = None
@@ -3875,7 +3871,7 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     try:
         hidden.mkdir(parents=True, exist_ok=True)
         for name, rows in shards:
-            # .npy files cannot hold bfloat16, so its bits are stored as integers.
+            # .npy files do not support bfloat16, so store its bits as integers.
             numbers = rows.view(np.uint16) if rows.dtype == jnp.bfloat16 else rows
             np.save(hidden / name, numbers)
             sizes[name] = (hidden / name).stat().st_size
@@ -3885,11 +3881,11 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     if max(from_all(failed is not None)):
         raise failed or OSError("another process could not write")
     if jax.process_index() == 0:
-        for process in range(jax.process_count()):  # fails if the processes share no folder
+        for process in range(jax.process_count()):  # requires a shared file system
             text = (hidden / f"{process}.json").read_text()
             sizes |= json.loads(text)
         (hidden / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
-        if (folder / str(step)).exists():  # damaged, or from steps that a resumed run repeats
+        if (folder / str(step)).exists():  # damaged, or from before the run was resumed
             remove_checkpoint(folder, step)
         os.rename(hidden, folder / str(step))
         for other in replaced_by(step, folder):
@@ -3897,19 +3893,19 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     return sum(sizes.values()) / 1e6
 
 
-HIDDEN = re.compile(r"\.(old-)?\d+")  # checkpoints that are being written or deleted
+HIDDEN = re.compile(r"\.(old-)?\d+")  # checkpoints being written or deleted
 
 
 def remove_checkpoint(folder: Path, step: int):
-    """Hide a checkpoint, so that a part of it is never taken for a complete one, and delete it."""
+    """Delete a checkpoint. It is hidden first, so that an interruption leaves no partial one."""
     hidden = folder / f".old-{step}"
     os.rename(folder / str(step), hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def replaced_by(step: int, folder: Path) -> list[int]:
-    """Return the checkpoints in `folder` that are deleted after the checkpoint of `step`: in
-    RUN_DIR/best all others, in RUN_DIR/checkpoints the earlier ones except the newest."""
+    """Return the checkpoints to delete after saving `step`: all others in RUN_DIR/best, all earlier
+    ones except the newest in RUN_DIR/checkpoints."""
     steps = checkpoint_steps(folder)
     if folder.name == BEST:
         return [other for other in steps if other != step]
@@ -3917,16 +3913,16 @@ def replaced_by(step: int, folder: Path) -> list[int]:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in RUN_DIR/checkpoints, ascending."""
+    """Return the sorted steps of all checkpoints in a checkpoint directory."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -> Saved:
-    """Return the newest complete checkpoint in `place`: a run, RUN_DIR/checkpoints, RUN_DIR/best, a
-    checkpoint or a folder of runs. Damaged checkpoints are skipped with a warning.
+    """Return the newest complete checkpoint in `place`: RUN_DIR, RUN_DIR/checkpoints, RUN_DIR/best,
+    a single checkpoint, or a directory of runs. Skip damaged checkpoints with a warning.
 
-    Raise UserError if there is none, if this file cannot use its settings or, if a run `resumes`
-    from it, if the source of the run was another."""
+    Raise UserError if there is none, if its settings are unknown, or if the run `resumes` and this
+    file has changed."""
     resolved = place.expanduser().resolve()
     need(resolved.exists(), f"there is no {place}: name the folder of a run")
     folder = resolved / "checkpoints"
@@ -3944,9 +3940,9 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
     for path in reversed(paths):
         try:
             return read_checkpoint(path, resumes)
-        except UserError:  # about settings or source, which are the same in older checkpoints
+        except UserError:  # older checkpoints have the same settings and source
             raise
-        except Exception as error:  # any exception of a damaged file
+        except Exception as error:  # a damaged file
             hint = f"{path} cannot be used ({error})"
             say(f"warning: {hint}: skipped")
     if checkpoint_steps(resolved / BEST):
@@ -3955,15 +3951,15 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
 
 
 def read_checkpoint(path: Path, resumes: bool = False) -> Saved:
-    """Return the checkpoint in the folder `path`.
+    """Load the checkpoint `path` (without its arrays).
 
-    Raise UserError for unknown settings and, if a run `resumes` from it, for another source. Raise
-    any other exception if it is damaged."""
+    Raise UserError for unknown settings, or if the run `resumes` and this file has changed. Raise
+    any other exception if the checkpoint is damaged."""
     meta = json.loads((path / "meta.json").read_text())
     for name, size in meta["files"].items():
         if Path(name).name != name or (path / name).stat().st_size != size:
             raise ValueError(f"{name} is incomplete")
-        np.load(path / name, mmap_mode="r")  # fails if the file is not an array
+        np.load(path / name, mmap_mode="r")  # checks that it is an array
     if resumes:
         check_source(path.parents[1], meta["source_sha256"])
     cfg = validate(typed(Config, meta["config"]))
@@ -3972,7 +3968,7 @@ def read_checkpoint(path: Path, resumes: bool = False) -> Saved:
 
 
 def check_source(run_dir: Path, sha256: str):
-    """Raise UserError if a run was started by another source than this file."""
+    """Raise UserError if this file has changed since a run was started."""
     log = run_dir / "log.txt"
     has_source = f"restore it ({log} begins with its source)" if log.exists() else "restore it"
     changed = f"train_gpt.py has changed since {run_dir} was started: {has_source}"
@@ -3980,10 +3976,10 @@ def check_source(run_dir: Path, sha256: str):
 
 
 def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
-    """Return the checkpoint from which a run continues.
+    """Return the checkpoint to resume from.
 
-    Raise UserError if it has no optimizer state, if it is not in the folder of its run, or if the
-    run has a later checkpoint."""
+    Raise UserError if it has no optimizer state, is outside its run directory, or is not the
+    newest."""
     saved = find_checkpoint(place, say, resumes=True)
     start = command_for(__file__, "--start", saved.folder)
     new_run = f"start a new run with them: {start}"
@@ -3999,15 +3995,15 @@ def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
 
 
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
-    """Return the training state of a checkpoint (or some `kinds` of arrays) on the devices of
-    `mesh`, in any number. The host copies the rows of one device at a time."""
+    """Load the training state of a checkpoint (or some `kinds` of arrays) onto a mesh of any size.
+    Host memory holds one shard at a time."""
     layout = abstract_state(saved.cfg, mesh)
     wanted = {kind: layout[kind] for kind in kinds or layout}
     return jax.tree.map_with_path(functools.partial(load_array, saved), wanted)
 
 
 def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return the array with this `path` in the training state, in the layout `like`."""
+    """Load the array with this tree `path` in the layout `like`."""
     kind, name = (key.key for key in path)
     dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
     other = f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log"
@@ -4022,7 +4018,7 @@ def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
     shards = []
     for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
         start, stop, _ = index[0].indices(like.shape[0])
-        rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # padding stays zero
+        rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # zero padding
         for first, stored in files.items():
             part = stored[max(start - first, 0) : max(stop - first, 0)]
             place = max(first - start, 0)
@@ -4034,21 +4030,21 @@ def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 # ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json -------------------------------------------
 
-# Environment variables of Python, JAX and the libraries below, and packages that run.json lists:
+# Environment variables and packages listed in run.json:
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
 PACKAGES = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
 RULE = "=" * 100
 
 
 def flops_per_token(cfg: Config, step: int) -> float:
-    """Return the model FLOPs per token of a step: 6 per weight of large matmuls, as upstream."""
+    """Return the model FLOPs per token: 6 per weight of the large matmuls, as in upstream."""
     ids = schedule(cfg).candidates[step] or cfg.vocab
     return 6.0 * (matrix_weights(cfg) + cfg.width * ids)
 
 
 @functools.cache
 def matrix_weights(cfg: Config) -> int:
-    """Return the number of weights in the large matrices that a token passes before the head."""
+    """Return the number of matmul weights per token, without the head."""
 
     def of_layers(params):
         matrices = []
@@ -4069,7 +4065,7 @@ def matrix_weights(cfg: Config) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that may affect a run."""
+    """Return the versions of Python and of PACKAGES."""
     installed = {package.name or "" for package in importlib.metadata.distributions()}
     names = sorted(name for name in installed if PACKAGES.fullmatch(name))
     of_packages = {name: importlib.metadata.version(name) for name in names}
@@ -4077,8 +4073,8 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the model of the CPU, or its architecture if the system does not report it. Linux on
-    ARM has numbers: of the designer, and of each kind of core."""
+    """Return the CPU model, or the architecture if unknown. On ARM, Linux reports numbers instead
+    of a name."""
     machine = platform.machine()
     try:
         if sys.platform == "darwin":
@@ -4095,13 +4091,13 @@ def cpu_name() -> str:
 
 
 def source_sha256() -> str:
-    """Return the SHA-256 of the source of this file."""
+    """Return the SHA-256 of this file."""
     return hashlib.sha256(SOURCE.encode()).hexdigest()
 
 
 def sizes_chosen(recipe: Config, cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
-    """Return the sizes that were chosen for these devices: per stage, the micro-batches of a step
-    and the chunks of the loss; also row_tokens if it differs from the recipe."""
+    """Return the sizes chosen for these devices: micro-batches and loss chunks per stage, and
+    row_tokens if it differs from the recipe."""
     of_step, loss_chunks = [], []
     most = cfg.loss_chunk
     if kernels.cross_entropy is not PLAIN.cross_entropy:
@@ -4121,8 +4117,8 @@ def sizes_chosen(recipe: Config, cfg: Config, mesh: Mesh, kernels: Kernels) -> d
 
 
 def warn_of_rows(cfg: Config, kernels: Kernels, say: Callable):
-    """Warn if a length of rows has few divisors. Blocks of plain attention and chunks of the loss
-    must divide it, so blocks get large and chunks small."""
+    """Warn about row lengths with few divisors: plain attention then needs large blocks, and the
+    loss many small chunks."""
     rows = [(f"stages.{i}.row_tokens", s.row_tokens, s.windows) for i, s in enumerate(cfg.stages)]
     for name, t, windows in [*rows, ("val_row", cfg.val_row, cfg.val_windows)]:
         block = band_block(t, max(windows))
@@ -4136,8 +4132,8 @@ def warn_of_rows(cfg: Config, kernels: Kernels, say: Callable):
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
-    """Return facts on which the figures of a run depend: source, versions, machine, config, and
-    the `choices` for this machine."""
+    """Return everything a run's results depend on: source, versions, machine, config, and the
+    `choices` made for this machine."""
     device = mesh.devices.flat[0]
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     devices["processes"] = jax.process_count()
@@ -4159,10 +4155,10 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
 
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
-    """Return the log of a new run in `out`, or of a resumed run, whose files do not change before
-    RunLog.begin. `facts` are run_facts and the shards, the same on all processes.
+    """Open the log of a new run in `out`, or of a resumed run without changing its files yet.
+    `facts` holds run_facts and the shards, and must be identical on all processes.
 
-    Raise UserError if the files cannot be written, or if the data of the run have changed."""
+    Raise UserError if the files cannot be written, or if the run's data has changed."""
     agree(facts, saved)
     if saved:
         check_data(cfg, facts["data"], saved)
@@ -4198,8 +4194,7 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
 
 
 def new_run_id(cfg: Config) -> str:
-    """Return the name of a new run: time, preset, seed and a random suffix. All processes get the
-    same name."""
+    """Return a new run id (time, preset, seed, random suffix), the same on all processes."""
     now = time.strftime("%Y%m%d-%H%M%S")
     name = f"{now}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
     letters = np.frombuffer(name.encode(), np.uint8)
@@ -4207,7 +4202,7 @@ def new_run_id(cfg: Config) -> str:
 
 
 def check_data(cfg: Config, facts: dict, saved: Saved):
-    """Raise UserError unless the shards in `facts` are the shards with which the run began."""
+    """Raise UserError unless the shards in `facts` are the run's original shards."""
     folder = saved.run_dir
     place = saved.meta["config"]["data"]
     other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
@@ -4216,7 +4211,7 @@ def check_data(cfg: Config, facts: dict, saved: Saved):
 
 
 def check_sizes(cfg: Config, saved: Saved):
-    """Do the same by file sizes alone, before a wrong folder is searched for tokens."""
+    """Compare only the file sizes, before reading any tokens."""
     sizes = {}
     for name, of_shard in saved.meta["data"].items():
         path = data_place(cfg.data) / name
@@ -4226,18 +4221,18 @@ def check_sizes(cfg: Config, saved: Saved):
 
 
 def open_files(log: RunLog, saved: Saved | None):
-    """Open and lock the files of a run without changing them.
+    """Open and lock the run's files without changing them.
 
-    Raise OSError if its folder is not writable, or if folders there cannot be renamed, as
-    checkpoints require."""
+    Raise OSError if the run directory is not writable, or if the file system cannot rename
+    directories, as checkpoints require."""
     log.folder.mkdir(parents=True, exist_ok=bool(saved))
     for name in ("log.txt", "metrics.jsonl"):
-        # Lines wait in this buffer while a disk is full.
+        # The buffer keeps lines while the disk is full.
         file = open(log.folder / name, "ab", buffering=2**20)
         log.files[name] = file
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # or the file system has no locks
+        except OSError as error:  # also if the file system has no locks
             taken = isinstance(error, BlockingIOError)
             need(not taken, f"another process writes {log.folder}: wait for it, or stop it")
     with tempfile.TemporaryDirectory(prefix=".rename-", dir=log.folder) as trial:
@@ -4252,7 +4247,7 @@ def open_files(log: RunLog, saved: Saved | None):
 
 
 def log_head(log: RunLog, saved: Saved | None) -> list[str]:
-    """Return the first lines of log.txt, or the lines with which a resumed run continues it."""
+    """Return the header of log.txt, or the header of a resumed run."""
     facts = log.facts
     lines = [RULE, "resumed"] if saved else [SOURCE, RULE]
     lines += [f"{name} {version}" for name, version in facts["versions"].items()]
@@ -4260,7 +4255,7 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
     lines += [facts["host"]["platform"], f"command: {facts['command']}"]
     for name in ("host", "environment", "choices", "parameters", "data"):
         lines.append(f"{name}: {json.dumps(facts[name])}")
-    # The config of a resumed run is repeated if more than the place has changed.
+    # A resumed run logs its config only if more than the location has changed.
     where = {"data": log.cfg.data, "devices": log.cfg.devices}
     if not saved or log.cfg != dataclasses.replace(saved.cfg, **where):
         lines.append(f"config: {json.dumps(facts['config'])}")
@@ -4268,8 +4263,8 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
 
 
 class Clock:
-    """Training time in milliseconds, continued when a run is resumed. The loader works only while
-    the clock is `running`, so that all loading is counted."""
+    """Training time in milliseconds, continued when a run is resumed. The loader only runs while
+    `running` is set, so all loading time is counted."""
 
     def __init__(self, elapsed_ms: float = 0.0):
         self.total = elapsed_ms
@@ -4277,13 +4272,13 @@ class Clock:
         self.running = threading.Event()
 
     def start(self):
-        """Start counting, unless the clock is running."""
+        """Start the clock if it is not running."""
         if not self.running.is_set():
             self.since = time.perf_counter()
             self.running.set()
 
     def stop(self):
-        """Stop counting."""
+        """Stop the clock."""
         self.total = self.ms()
         self.running.clear()
 
@@ -4295,25 +4290,25 @@ class Clock:
 
 
 class StepResult(NamedTuple):
-    """Results of a step. The arrays may still be computed on the devices."""
+    """Results of a step, possibly still being computed."""
 
-    step: int  # number of the step, from 1
+    step: int  # from 1
     loss: jax.Array
-    dropped: jax.Array  # dropped n-grams
-    norms: dict[str, jax.Array]  # norms of gradients by parameter; empty without cfg.log_norms
-    number_of_pass: int  # epoch of the training tokens, from 1
+    dropped: jax.Array  # number of dropped n-grams
+    norms: dict[str, jax.Array]  # gradient norms by parameter; empty without cfg.log_norms
+    number_of_pass: int  # training epoch, from 1
 
 
 def log_step(log: RunLog, result: StepResult | None):
-    """Wait for a step and log it."""
+    """Wait for a step to finish and log it."""
     if result:
         loss = check_loss(log, result.step, float(result.loss))
         log.trained(result, loss)
 
 
 def check_loss(log: RunLog, step: int, loss: float) -> float:
-    """Return `loss`. Raise UserError if it is NaN, or twice the loss of a uniform guess: the run
-    diverges."""
+    """Return `loss`. Raise UserError if the run has diverged: the loss is NaN, or twice that of a
+    uniform distribution."""
     most = 2 * math.log(log.cfg.vocab)
     hint = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
     need(loss < most, f"the loss of step {step} is {loss:.4g}: {hint}")
@@ -4322,24 +4317,24 @@ def check_loss(log: RunLog, step: int, loss: float) -> float:
 
 @dataclass
 class RunLog:
-    """The files of a run, written by process 0, and the lines on the terminal. If a disk is full,
-    there is one warning, and lines are written later."""
+    """The run's files, written by process 0, and its lines on the terminal. A full disk causes one
+    warning; missing lines are written later."""
 
     cfg: Config
-    folder: Path
+    folder: Path  # run directory
     facts: dict  # contents of run.json
-    first: int  # number of steps that were finished when this process started
+    first: int  # number of steps finished before this process started
     clock: Clock
     say: Callable
-    files: dict = dataclasses.field(default_factory=dict)  # name -> open file; only in process 0
-    refused: OSError | None = None  # the error of a full disk
-    warned: bool = False  # that validation has not improved for long
+    files: dict = dataclasses.field(default_factory=dict)  # name -> open file; process 0 only
+    refused: OSError | None = None  # first write error
+    warned: bool = False  # that validation has stopped improving
 
     def begin(self, saved: Saved | None):
-        """Write the head of log.txt, and run.json. For a resumed run, first cut the logs back to
-        its checkpoint, and delete incomplete checkpoints of killed processes."""
+        """Write the log header and run.json. For a resumed run, first truncate the logs to the
+        checkpoint, and delete incomplete checkpoints."""
         for name, file in self.files.items():
-            if saved:  # later lines are of lost steps
+            if saved:  # drop lines of lost steps
                 size = min(file.tell(), saved.meta["logs"][name])
                 file.truncate(size)
                 file.seek(0, os.SEEK_END)
@@ -4351,13 +4346,13 @@ class RunLog:
         self.write_facts()
 
     def write(self, name: str, text: str):
-        """Append a line to an open file and flush it, or replace a file that is not open."""
+        """Append a line to a log file and flush it, or replace any other file."""
         try:
             if name in self.files:
                 line = f"{text}\n".encode("utf-8", "backslashreplace")
                 self.files[name].write(line)
                 self.files[name].flush()
-            elif self.files:  # in process 0
+            elif self.files:  # process 0
                 new = self.folder / f"{name}.new"
                 new.write_text(f"{text}\n", "utf-8")
                 os.replace(new, self.folder / name)
@@ -4367,13 +4362,12 @@ class RunLog:
             self.refused = error
 
     def write_facts(self, **changes):
-        """Put `changes` into run.json."""
+        """Update run.json."""
         self.facts.update(changes)
         self.write("run.json", json.dumps(self.facts, indent=1))
 
     def save(self, step: int, state, loader: LoaderState, best: bool = False):
-        """Write a checkpoint, or the `best` parameters, while training waits. Warn if that
-        fails."""
+        """Save a checkpoint, or the `best` parameters. Warn if that fails."""
         began = time.perf_counter()
         folder = self.folder / (BEST if best else "checkpoints")
         position = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
@@ -4386,15 +4380,15 @@ class RunLog:
             ms = 1000 * (time.perf_counter() - began)
             self.write("log.txt", f"checkpoint:{step} held the loop for {ms:.1f}ms, {size:.1f} MB")
         except OSError as error:
-            full = shutil.disk_usage(self.folder).free < 2**20  # numpy's error does not tell
+            full = shutil.disk_usage(self.folder).free < 2**20  # not in numpy's error
             reason = "the disk is full" if full else error
             self.facts["missing"] = f"there is no checkpoint of step {step}: {reason}"
             self.say(f"warning: {self.facts['missing']}; older ones stay")
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
 
     def line(self, step: int, kind: str, loss: float, dropped: int, **fields) -> str:
-        """Write a loss after `step` steps and other `fields` to both files. Return the line, in
-        upstream's format."""
+        """Log a loss after `step` steps, and other `fields`. Return the line, in upstream's
+        format."""
         ms = round(self.clock.ms(), 3)
         done = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
         self.facts |= {"steps": step, **done}
@@ -4408,8 +4402,7 @@ class RunLog:
         return line
 
     def trained(self, result: StepResult, loss: float):
-        """Write the loss of a step and the norms of its gradients. Show them on the terminal every
-        log_every steps."""
+        """Log a training step. Print it every log_every steps."""
         step, norms = result.step, result.norms
         fields = {"pass": result.number_of_pass}
         fields["lr"] = float(schedule(self.cfg).hyper.lr[step - 1])
@@ -4427,8 +4420,8 @@ class RunLog:
             self.say(f"norms: {', '.join(shown)}")
 
     def validated(self, step: int, loss: float, dropped: int) -> bool:
-        """Write the validation loss after `step` steps. Return whether it is the lowest so far.
-        Warn once if the lowest is a quarter of the run old."""
+        """Log the validation loss after `step` steps. Return whether it is the lowest so far.
+        Warn once if it has not improved for a quarter of the run."""
         self.say(self.line(step, "val_loss", loss, dropped))
         best = self.facts["best"]
         if not best or loss < best["val_loss"]:
@@ -4442,7 +4435,7 @@ class RunLog:
         return waited == 0
 
     def stopped(self, step: int):
-        """Write the last lines of a run that was stopped by a signal."""
+        """Log that a signal has stopped the run."""
         self.write_facts()
         missing = self.facts.get("missing")
         need(not missing, f"stopped after {step} steps, but {missing}")
@@ -4450,7 +4443,7 @@ class RunLog:
         self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
 
     def ended(self):
-        """Write the last lines of a complete run."""
+        """Log the results of a complete run."""
         peak = peak_memory() / 2**20
         self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
@@ -4458,7 +4451,7 @@ class RunLog:
         target = self.cfg.target
         preset = PRESETS.get(self.cfg.preset)
         if preset and self.cfg.encoding != preset.encoding:
-            target = 0  # the target is for other tokens
+            target = 0  # it holds for other tokens
         loss, best = self.facts["val_loss"], self.facts["best"]
         met = "met" if loss <= target else "MISSED"
         verdict = f"target {target} {met}: " if target else ""
@@ -4474,7 +4467,7 @@ class RunLog:
 
 
 def peak_memory() -> int:
-    """Return the largest number of bytes in use on a device; on CPUs, of the process."""
+    """Return the peak memory of a device, or of this process on CPUs, in bytes."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     of_device = max(stat.get("peak_bytes_in_use", 0) for stat in stats)
     unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
@@ -4484,12 +4477,12 @@ def peak_memory() -> int:
 
 @functools.cache
 def records_tool(name: str) -> dict | None:
-    """Return the functions of the tool records/`name`; None if this file was copied without it."""
+    """Return the globals of the tool records/`name`, or None if it does not exist."""
     tool = Path(__file__).resolve().parent / "records" / name
     if not tool.exists():
         return None
     before = sys.modules.get("train_gpt")
-    sys.modules["train_gpt"] = sys.modules[__name__]  # the tool must not import it again
+    sys.modules["train_gpt"] = sys.modules[__name__]  # the tool imports it by this name
     try:
         return runpy.run_path(str(tool))
     finally:
@@ -4499,43 +4492,43 @@ def records_tool(name: str) -> dict | None:
 
 
 def demonstrate(log: RunLog, model: tuple):
-    """Print a sample of the trained model, and its loss in bits per byte (records/sample.py)."""
+    """Print a text sample and the loss in bits per byte (records/sample.py)."""
     try:
         tool = records_tool("sample.py")
         if log.cfg.encoding == "ids":
             log.say("no sample: the tokens have no bytes (encoding=ids)")
         elif min(from_all(tool is not None)):
             tool["demonstrate"](tool["Trained"](*model), log)
-    except Exception as error:  # the run itself has ended well
+    except Exception as error:  # the run itself was successful
         log.say(f"warning: there is no sample: {error!r}")
 
 
 # ---- Signals -------------------------------------------------------------------------------------
 
-# Signals that ask a run to stop: Ctrl-C, a closed terminal, `kill`, and the warnings of schedulers
-# before they kill (Slurm and SGE: SIGUSR1, SIGUSR2; SGE and `ulimit -t`: SIGXCPU, every second).
+# Signals that ask a run to stop: Ctrl-C, a closed terminal, `kill`, and warnings from schedulers
+# (Slurm and SGE send SIGUSR1 or SIGUSR2; SGE and `ulimit -t` send SIGXCPU every second).
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 STOPS += (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 def signal_handlers() -> dict:
-    """Return the handlers of all signals that ask_to_stop handles."""
+    """Return the current handlers of all signals used by ask_to_stop."""
     return {number: signal.getsignal(number) for number in (*STOPS, signal.SIGCONT)}
 
 
 def set_handlers(handlers: dict):
-    """Set handlers of signals, as signal_handlers returns them, if this is the main thread."""
-    with contextlib.suppress(ValueError):  # other threads may not
+    """Set signal handlers, as returned by signal_handlers. Does nothing outside the main thread."""
+    with contextlib.suppress(ValueError):
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
-    """Handle STOPS, and return a function step -> the signal that asks for the end, or 0.
+    """Install handlers for STOPS. Return a function step -> signal that asked to stop, or 0.
 
-    A second signal ends the process. Several processes must stop at the same step: after a SIGTERM
-    to any of them, JAX agrees on a step that all can reach. The function also reports how long the
-    process was suspended (Ctrl-Z) since its last call."""
+    A second signal kills the process. Several processes must stop at the same step: after a SIGTERM
+    to any of them, JAX picks a step that all can reach. The function also warns if the process was
+    suspended (Ctrl-Z)."""
     alone = jax.process_count() == 1
     received = []  # (signal, time)
     agreed = []
@@ -4544,7 +4537,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
 
     def receive(number, frame):
         now = time.monotonic()
-        again = received and now > received[0][1] + 1  # `timeout` sends two at once
+        again = received and now > received[0][1] + 1  # `timeout` sends each signal twice
         if again and number != signal.SIGXCPU:
             os._exit(128 + number)
         received.append((number, now))
@@ -4553,7 +4546,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
 
     def resumed(number, frame):
         seconds = time.monotonic() - asked_at[0]
-        if seconds > 1:  # `timeout` sends SIGCONT to running processes, too
+        if seconds > 1:  # `timeout` also sends SIGCONT to running processes
             suspended.append(seconds)
 
     def stop_signal(step: int) -> int:
@@ -4563,7 +4556,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
             say(f"warning: suspended for up to {seconds:.0f} s, which training time includes")
         if alone:
             return received[0][0] if received else 0
-        if multihost_utils.reached_preemption_sync_point(step):  # is true only once
+        if multihost_utils.reached_preemption_sync_point(step):  # true only once
             agreed.append(signal.SIGTERM)
         return agreed[0] if agreed else 0
 
@@ -4574,7 +4567,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
     handlers = {signal.SIGCONT: resumed}
     for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` and `&` ignore some
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` and `&` ignore some signals
             handlers[number] = receive
     set_handlers(handlers)
     return stop_signal
@@ -4582,17 +4575,18 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
 
 # ---- Hosts: several processes that run the same programs -----------------------------------------
 
-# Variables of launchers that start several processes, or on several hosts:
+# Environment variables set by launchers of several processes, and on TPU slices:
 LAUNCHERS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"
 TPU_HOSTS = "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"
 LONG_WAIT = "waiting for the other processes of this run"
 
 
 def join_processes(args):
-    """Join the other processes of the run, before JAX starts: with --distributed the processes that
-    JAX finds (a TPU slice, Slurm, MPI), with --coordinator those that are named.
+    """Connect to the run's other processes: with --distributed JAX finds them (TPU slice, Slurm,
+    Open MPI), with --coordinator they are given.
 
-    Raise UserError if it cannot be done, or if there are others and neither option is given."""
+    Raise UserError if that fails, or if a launcher started several processes without either
+    option."""
     named = args.coordinator, args.processes, args.process_id
     one_by_one = "--coordinator HOST:PORT --processes N --process-id I"
     if not args.distributed and named == (None, None, None):
@@ -4611,20 +4605,20 @@ def join_processes(args):
         who = f"--coordinator {named[0]} --processes {named[1]} --process-id {named[2]}"
     jax.config.update("jax_enable_preemption_service", False)  # until ask_to_stop
     try:
-        if args.process_id == 0:  # JAX would crash if the port is taken
+        if args.process_id == 0:  # JAX crashes if the port is already taken
             port = int(args.coordinator.rpartition(":")[2])
             socket.create_server(("", port)).close()
-        # One task per host drives all its GPUs; JAX would choose one GPU per task.
+        # With one Slurm task per host, use all GPUs; by default JAX picks one GPU per task.
         tasks, hosts = (os.environ.get(f"SLURM_STEP_NUM_{x}") for x in ("TASKS", "NODES"))
         gpus = [] if tasks and tasks == hosts else None
         join = functools.partial(jax.distributed.initialize, *named, local_device_ids=gpus)
-        wait_for(join, f"{LONG_WAIT}: {who}", timeout=280)  # JAX would crash after 300 s
+        wait_for(join, f"{LONG_WAIT}: {who}", timeout=280)  # JAX crashes after 300 s
     except Exception as error:
         raise UserError(f"cannot join the other processes ({error!r}): {who}") from None
 
 
 def wait_for(task: Callable, message: str = LONG_WAIT, timeout: float | None = None):
-    """Return task(). Print the message if it takes long; raise TimeoutError after `timeout` s."""
+    """Return task(). Print `message` if it takes long; raise TimeoutError after `timeout` s."""
     result = ThreadPoolExecutor(1).submit(task)
     try:
         return result.result(STALL_SECONDS)
@@ -4634,16 +4628,16 @@ def wait_for(task: Callable, message: str = LONG_WAIT, timeout: float | None = N
 
 
 def from_all(numbers) -> list[int]:
-    """Return the number or numbers of every process in one list. This is a barrier."""
+    """Gather a number, or a list of numbers, from all processes into one list (a barrier)."""
     gathered = wait_for(lambda: multihost_utils.process_allgather(np.int32(numbers)))
     return gathered.ravel().tolist()
 
 
 def agree(facts: dict, saved: Saved | None):
-    """Raise UserError on every process unless all have the same source, versions, data, config and
+    """Raise UserError on all processes if they differ in source, versions, data, config or
     checkpoint."""
     same = {name: facts[name] for name in ("source_sha256", "versions", "data")}
-    same["config"] = facts["config"] | {"data": ""}  # paths of the data may differ
+    same["config"] = facts["config"] | {"data": ""}  # data paths may differ
     same["checkpoint"] = saved and saved.meta
     sums = [zlib.crc32(json.dumps(fact).encode()) for fact in same.values()]
     gathered = multihost_utils.process_allgather(np.array(sums, np.uint32))
@@ -4664,7 +4658,7 @@ def require(cfg: Config, name: str, holds, expected: str):
 
 
 def validate(cfg: Config) -> Config:
-    """Return the config. Raise UserError with the setting if no run can be built from it."""
+    """Return the config if it is valid. Otherwise raise UserError with the wrong setting."""
     rule = functools.partial(require, cfg)
     names = ",".join(Kernels._fields)
     by_name = {*cfg.kernels.split(",")} <= {*Kernels._fields}
@@ -4685,7 +4679,7 @@ def validate(cfg: Config) -> Config:
 
 
 def validate_heads(cfg: Config):
-    """Check the settings of attention heads, and the cap of the logits."""
+    """Check the settings of attention heads and the logit cap."""
     rule = functools.partial(require, cfg)
     even = cfg.heads % 2 == 0
     cut = cfg.width % cfg.heads == 0 and cfg.head_width % 8 == 0
@@ -4703,7 +4697,7 @@ def validate_heads(cfg: Config):
 
 
 def validate_tables(cfg: Config):
-    """Check the settings of the vocabulary, of tables and of their updates."""
+    """Check the settings of the vocabulary and of tables."""
     rule = functools.partial(require, cfg)
     rule("real_tokens", 0 < cfg.real_tokens <= cfg.vocab, f"1 to vocab={cfg.vocab}")
     rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
@@ -4745,7 +4739,7 @@ def validate_layer(cfg: Config, number: int):
 
 
 def validate_shares(cfg: Config):
-    """Check that the stages divide the steps among them."""
+    """Check that the stages cover all steps."""
     rule = functools.partial(require, cfg)
     has_extension = cfg.stages[-1].share == 0
     agrees = has_extension == (cfg.extension > 0)
@@ -4781,10 +4775,10 @@ def validate_stage(cfg: Config, number: int):
 
 
 def typed(kind, value, name="", positive=False):
-    """Return `value`, a literal or from JSON, as the annotated type `kind`.
+    """Convert `value`, a literal or from JSON, to the annotated type `kind`.
 
-    Raise UserError with `name` for another type or a negative number, and for 0 if `positive` is
-    true or `kind` is annotated so."""
+    Raise UserError with `name` if it has the wrong type or is negative, or if it is 0 and must be
+    positive."""
     origin = typing.get_origin(kind)
     if origin is Annotated:
         positive = positive or "positive" in kind.__metadata__
@@ -4812,13 +4806,13 @@ def typed(kind, value, name="", positive=False):
     return kind(value)
 
 
-# Settings of earlier versions, with values that had no effect: they are ignored in checkpoints.
+# Removed settings, with their no-op values: ignored when reading old checkpoints.
 REMOVED = {}
 
 
 def typed_fields(kind, fields: dict, name: str):
-    """Return a dataclass of this `kind` with these `fields`, each of its own type. Missing fields
-    take their defaults, as in checkpoints of earlier versions.
+    """Build a dataclass `kind` from `fields`. Missing fields (in old checkpoints) get their
+    defaults.
 
     Raise UserError for unknown fields, and for missing fields without a default."""
     kinds = typing.get_type_hints(kind, include_extras=True)
@@ -4840,16 +4834,16 @@ def typed_fields(kind, fields: dict, name: str):
 
 
 def override(cfg: Config, items: list[str]) -> Config:
-    """Return the config with every KEY=VALUE of --set.
+    """Apply KEY=VALUE `items` of --set to a config.
 
-    A key may lead into a list: stages.1.windows, or stages.*.windows for all stages. The number
-    after the last stage adds a copy of it. `without` adds to the ideas that are disabled already,
-    and sets the settings in IDEAS."""
+    Keys can be nested: stages.1.windows, or stages.*.windows for all stages. The index after the
+    last stage appends a copy of the last stage. `without` disables further ideas by applying their
+    settings from IDEAS."""
     return validate(with_settings(cfg, items))
 
 
 def with_settings(cfg: Config, items: list[str]) -> Config:
-    """Return the same without the checks of `validate`."""
+    """Apply `items` without validating the result."""
     fields = dataclasses.asdict(cfg)
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
@@ -4881,8 +4875,8 @@ def leave_out(names: str) -> list[str]:
 
 
 def set_fields(fields: dict, key: str, text: str):
-    """Set the entry of `fields`, a config as a dict, to which `key` leads. Raise LookupError,
-    TypeError or ValueError if there is none."""
+    """Set `key` in `fields`, a config as a dict. Raise LookupError, TypeError or ValueError if
+    there is no such key."""
     *path, name = key.split(".")
     holders = [fields]
     if path:
@@ -4897,14 +4891,14 @@ def set_fields(fields: dict, key: str, text: str):
 
 
 def literal(text: str):
-    """Return the Python literal or JSON truth value in `text`; the text itself if it is neither."""
+    """Parse `text` as a Python literal or a JSON boolean; otherwise return `text` itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError):
         return {"true": True, "false": False}.get(text, text)
 
 
-# Names of common settings in other trainers:
+# What other trainers call common settings:
 FOREIGN = {
     "batch_size": ["stages.*.batch_tokens"],
     "block_size": ["stages.*.row_tokens"],
@@ -4920,8 +4914,8 @@ FOREIGN = {
 
 
 def similar_settings(key: str) -> list[str]:
-    """Return up to six settings: the meaning of `key` in other trainers, or settings with a similar
-    name or with `key` in their name."""
+    """Return up to six settings that an unknown `key` may stand for: by its meaning in other
+    trainers, by a similar name, or because the name contains it."""
     name = key.rpartition(".")[2].replace("-", "_").lower()
     if name in FOREIGN:
         return FOREIGN[name]
@@ -4934,7 +4928,7 @@ def similar_settings(key: str) -> list[str]:
 
 
 def as_setting(word: str) -> str:
-    """Return the --set that an option or word NAME=VALUE may stand for, or ""."""
+    """Return the --set that the user probably meant by the argument NAME=VALUE, or ""."""
     name, _, value = word.lstrip("-").partition("=")
     keys = similar_settings(name)
     if keys not in FOREIGN.values():
@@ -4948,16 +4942,16 @@ PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "ta
 
 # ---- Data folders: locations of shards, and the tools that make them -----------------------------
 
-# Next to the shards of a text or of another tokenizer: encoding, real_tokens and bos, in JSON. They
-# become settings.
+# JSON file next to the shards of a text or custom tokenizer, with the settings encoding,
+# real_tokens and bos.
 DESCRIPTION = "dataset.json"
 
 
 def settings_for(texts: list[str], val: list[str], name: str, given: list[str]) -> tuple:
-    """Return (settings, description of the validation data) for `texts` that train the preset or
-    run `name` with the settings `given`.
+    """Return (settings, description of the validation data) to train a preset or run `name` on
+    `texts`, in addition to the `given` settings.
 
-    Tokenizes them, and `val` if it has texts, unless `texts` is one folder of shards."""
+    Tokenizes `texts` and the validation texts `val`, unless `texts` is a directory of shards."""
     paths = [data_place(text) for text in texts]
     folder = paths[0]
     has_shards = any(folder.glob("*.bin"))
@@ -4972,7 +4966,7 @@ def settings_for(texts: list[str], val: list[str], name: str, given: list[str]) 
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
-    """Return the folder of the run's shards. Make the demo corpus if it is missing."""
+    """Return the directory of the run's shards. Make the demo corpus if it is missing."""
     folder = data_place(cfg.data)
     if folder.resolve() == demo_folder().resolve():
         files = "*_train_*.bin", "*_val_*.bin", MERGES
@@ -4992,9 +4986,8 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
 
 
 def data_place(data: str) -> Path:
-    """Return the path of the folder or text `data`: in the current folder or next to this file.
-
-    The demo corpus may also be in the cache (see demo_folder)."""
+    """Return the path of `data`, relative to the current directory or to this file. The demo corpus
+    may also be in the cache (see demo_folder)."""
     here = Path(os.path.expanduser(data))
     if not here.exists() and data == PRESETS["tiny"].data:
         return demo_folder()
@@ -5002,7 +4995,8 @@ def data_place(data: str) -> Path:
 
 
 def demo_folder() -> Path:
-    """Return the folder of the demo corpus: next to this file or, if read-only, in the cache."""
+    """Return the directory of the demo corpus: next to this file, or in the cache if that is
+    read-only."""
     folders = [Path(__file__).resolve().parent / PRESETS["tiny"].data]
     if cache := user_cache():
         folders.append(cache / "builtin")
@@ -5011,15 +5005,15 @@ def demo_folder() -> Path:
 
 
 def can_write(folder: Path) -> bool:
-    """Return whether files can be written to `folder`, which need not exist yet."""
+    """Return whether `folder`, which need not exist yet, is writable."""
     existing = next(place for place in (folder, *folder.parents) if os.path.exists(place))
     return os.path.isdir(existing) and os.access(existing, os.W_OK)
 
 
 def user_cache() -> Path | None:
-    """Return the cache folder, in $XDG_CACHE_HOME or ~/.cache.
+    """Return the cache directory, in $XDG_CACHE_HOME or ~/.cache.
 
-    For a user without a home, it is a temporary folder; None if others can access that folder."""
+    Without a home directory, return a temporary directory, or None if others can access it."""
     place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if place != "~/.cache":
         return Path(place, "train_gpt")
@@ -5034,12 +5028,12 @@ def user_cache() -> Path | None:
 
 
 def run_tool(name: str, *args) -> str:
-    """Run data/`name` in another process, since the tools import this file. Return its stdout.
+    """Run data/`name` in a subprocess, because the tools import this file. Return its stdout.
 
-    Raise UserError if it is missing or was killed. If it fails, it prints the reason itself, so the
-    error has no message."""
+    Raise UserError if it is missing, was killed or failed. A tool that fails prints the error
+    itself, so the UserError is empty."""
 
-    def end(number, frame):  # subprocess.run then ends the tool
+    def end(number, frame):  # makes subprocess.run kill the tool
         raise SystemExit(128 + number)
 
     tool = Path(__file__).resolve().parent / "data" / name
@@ -5064,7 +5058,7 @@ def run_tool(name: str, *args) -> str:
 
 
 def show(cfg: Config) -> str:
-    """Return the text of --show: settings, layers, parameters, stages and totals."""
+    """Return the output of --show: settings, layers, parameters, stages and totals."""
     lines = []
     for name, value in dataclasses.asdict(cfg).items():
         if name not in ("layers", "stages"):
@@ -5090,31 +5084,31 @@ def show(cfg: Config) -> str:
 
 
 def command_for(script, *words) -> str:
-    """Return the shell command that runs `script` in this folder with this Python."""
+    """Return a shell command that runs `script` with this Python, from the current directory."""
     name = Path(sys.executable).name
     found = shutil.which(name) or ""
-    # Links are not followed: a virtual environment's Python is a link to one with other packages.
+    # Do not resolve links: in a virtual environment, `python` is a link to the system's Python.
     same = os.path.abspath(found) == os.path.abspath(sys.executable)
     python = name if same else sys.executable
     return shlex.join([python, os.path.relpath(script), *map(str, words)])
 
 
 def tell(line, stream=None):
-    """Print a line. On a terminal, the next line overwrites it if it ends with a carriage return.
-    Errors of a closed terminal or a full disk do not stop the run."""
+    """Print a line; if it ends with a carriage return, the next line overwrites it on a terminal.
+    A closed terminal or a full disk does not stop the run."""
     stream = stream or sys.stdout
     try:
         stays = not str(line).endswith("\r")
         end = "\n" if stays or not (stream and stream.isatty()) else ""
         print(line, end=end, file=stream, flush=True)
     except OSError:
-        with contextlib.suppress(OSError):  # otherwise flushing the stream would fail at exit
+        with contextlib.suppress(OSError):  # otherwise flushing at exit fails
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with UserErrors. An unknown option gets a hint to a setting with such a name."""
+    """An ArgumentParser that raises UserErrors and suggests settings for unknown options."""
 
     def error(self, message):
         if "unrecognized" in message and "--set" in self.format_usage():
@@ -5125,7 +5119,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config_options(parser: argparse.ArgumentParser):
-    """Add PRESET, TEXTs, --set, --data, --val and --seed, from which `resolve` makes a Config."""
+    """Add the arguments that `resolve` turns into a Config."""
     option = parser.add_argument
     option("words", nargs="*", metavar="PRESET|TEXT", help=f"{', '.join(PRESETS)}; default: tiny")
     several = {"nargs": "+", "action": "extend", "default": []}
@@ -5138,11 +5132,11 @@ def add_config_options(parser: argparse.ArgumentParser):
 
 
 class Asked(NamedTuple):
-    """The config options of a command line."""
+    """Arguments that determine the Config."""
 
     preset: str  # or ""
-    places: list[str]  # folders of shards, or texts
-    val: list[str]  # texts for validation
+    places: list[str]  # directories of shards, or texts
+    val: list[str]  # validation texts
     settings: list[str]  # KEY=VALUE
 
     @property
@@ -5152,7 +5146,7 @@ class Asked(NamedTuple):
 
 
 def asked_for(args) -> Asked:
-    """Return the config options. Raise UserError if a word is neither a preset nor a place."""
+    """Return the Asked of parsed arguments. Raise UserError for unknown presets and files."""
     settings = list(args.set)
     if args.seed is not None:
         settings.append(f"seed={args.seed}")
@@ -5176,8 +5170,8 @@ def asked_for(args) -> Asked:
 
 
 def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
-    """Return the Config for a command line, from a preset or from the run to `start` from. Texts
-    are tokenized for it, and their settings added."""
+    """Return the Config for parsed arguments, based on a preset or on the checkpoint to `start`
+    from. Tokenize texts, and add their settings."""
     asked = asked_for(args)
     need("start" not in asked.keys, "--set start=: use --start RUN_DIR")
     name = asked.preset or "tiny"
@@ -5190,7 +5184,7 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         base = PRESETS[name]
     settings = asked.settings
     if asked.places:
-        with_settings(base, settings)  # reports a typo before a large text is tokenized
+        with_settings(base, settings)  # report typos before tokenizing a large text
         of_data, validation = settings_for(asked.places, asked.val, name, settings)
         settings = of_data + settings
         say(f"data of your own, with validation on {validation}: {shlex.join(of_data)}")
@@ -5201,12 +5195,12 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
 
 
 def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter."""
+    """Return parameter name -> shape."""
     return {name: row.shape for name, row in param_table(cfg).items()}
 
 
 def resume_config(asked: Asked, saved: Saved) -> Config:
-    """Return the Config of a resumed run. Raise UserError if the run is finished."""
+    """Return the Config of a resumed run. Raise UserError if the run is already finished."""
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged run.json
         facts = json.loads((saved.run_dir / "run.json").read_text())
@@ -5215,7 +5209,7 @@ def resume_config(asked: Asked, saved: Saved) -> Config:
     longer = f"to train longer, {again}"
     need(not done, f"{saved.run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
-    if asked.places:  # the folder may change, no other setting
+    if asked.places:  # the data may move
         with_settings(saved.cfg, settings)
         of_data, _ = settings_for(asked.places, asked.val, str(saved.run_dir), [])
         settings = of_data[:1] + settings
@@ -5226,7 +5220,7 @@ def resume_config(asked: Asked, saved: Saved) -> Config:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the arguments of the command line."""
+    """Parse the command line."""
     about = (__doc__ or "").split("\n")[0]  # python -OO removes docstrings
     parser = Parser(prog="train_gpt.py", description=about, allow_abbrev=False)
     add_config_options(parser)
@@ -5249,7 +5243,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check_resume(args, asked: Asked):
-    """Raise UserError if --resume is combined with options that would change the run."""
+    """Raise UserError if --resume is combined with options that change the recipe."""
     kinds = Config.__annotations__.items()
     machine = [name for name, kind in kinds if kind.startswith("Machine")]
     changes = asked.preset or args.show or args.start or asked.keys - {*machine}
@@ -5259,8 +5253,8 @@ def check_resume(args, asked: Asked):
 
 
 def keep_programs(cache: str | None):
-    """Let JAX store compiled programs in the folder `cache`, or nowhere if it is "off". If it is
-    None, use the folder that the environment sets, or else the user's cache."""
+    """Enable JAX's compilation cache in the directory `cache` ("off" disables it). By default, use
+    JAX_COMPILATION_CACHE_DIR or the user's cache."""
     if cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = None
         if cache != "off":
@@ -5271,15 +5265,15 @@ def keep_programs(cache: str | None):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-CACHE_BYTES = 10 * 2**30  # of compiled programs
+CACHE_BYTES = 10 * 2**30  # size limit of the compilation cache
 
 
 def trim_cache(folder: Path):
-    """Delete the least recently used programs in `folder` until at most CACHE_BYTES remain. (JAX
-    can do this only with the package filelock.)"""
+    """Delete the least recently used programs until at most CACHE_BYTES remain. (JAX needs the
+    package filelock for this.)"""
     files = []
     for path in folder.glob("*-cache"):
-        with contextlib.suppress(OSError):  # another process has deleted it
+        with contextlib.suppress(OSError):  # deleted by another process
             facts = path.stat()
             files.append((max(facts.st_atime, facts.st_mtime), facts.st_size, path))
     total = 0
@@ -5289,13 +5283,13 @@ def trim_cache(folder: Path):
             path.unlink(missing_ok=True)
 
 
-# CUDA 13 does not support GPUs before Turing, nor does cuDNN since 9.11.
+# CUDA 13, and cuDNN since 9.11, do not support GPUs before Turing.
 FOR_OLD_GPUS = "'jax[cuda12]' 'nvidia-cudnn-cu12<9.11'"
 
 
 def check_hardware(cfg: Config):
-    """Raise UserError if JAX does not use the accelerator that the preset needs, or if the GPU is
-    too old for the installed CUDA. Run a first program: with wrong CUDA libraries it fails."""
+    """Raise UserError if JAX sees no accelerator and the preset needs one, or if the GPU is too old
+    for the installed CUDA. Run a first program, which fails if CUDA libraries do not match."""
     device = jax.local_devices()[0]
     if device.platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         fix = "pip install 'jax[tpu]', or 'jax[cuda13]' (driver below 580: cuda12; V100, P100:"
@@ -5309,7 +5303,7 @@ def check_hardware(cfg: Config):
 
 
 def suggest_next(say: Callable):
-    """Print what to do after the bare command: train on a text, or `speedrun` if it fits."""
+    """Suggest what to run next: a text, or `speedrun` if it fits."""
     say(f"next, a text of your own: {command_for(__file__)} TEXT")
     tool = records_tool("fit.py")
     if not tool or jax.default_backend() == "cpu":
@@ -5324,7 +5318,7 @@ def suggest_next(say: Callable):
 
 
 def run(argv: list[str], command: str):
-    """Run the command line `argv`; `command` is the line for the log."""
+    """Run the arguments `argv`. `command` is what the log shows."""
     args = parse(argv)
     asked = asked_for(args)
     if args.resume:
@@ -5334,7 +5328,7 @@ def run(argv: list[str], command: str):
         pass
     if not args.show:
         join_processes(args)
-    all_devices()  # reports errors of the backend
+    all_devices()  # report backend errors early
     say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume:
         saved = checkpoint_to_resume(args.resume, say)
@@ -5355,16 +5349,16 @@ def run(argv: list[str], command: str):
 
 
 def report_errors(do: Callable) -> int:
-    """Return the exit status of do(). An error that the user can fix becomes one line and
+    """Return the exit status of do(). Errors that the user can fix are printed as one line, with
     status 2."""
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal may not have all letters of a sample
+    if hasattr(sys.stdout, "reconfigure"):  # samples may contain letters the terminal lacks
         sys.stdout.reconfigure(errors="replace")
     jax.config.update("jax_enable_x64", False)  # overrides JAX_ENABLE_X64: arrays are float32
     jax.config.update("jax_disable_jit", False)  # overrides JAX_DISABLE_JIT: programs are compiled
     before = signal_handlers()
     try:
-        # Until training starts, Ctrl-C ends a command at once: Python would not run a handler
-        # while threads compile. A notebook (ps1) and other threads keep their handler.
+        # Until training starts, Ctrl-C kills the command: Python does not run signal handlers
+        # while XLA compiles. Notebooks (ps1) and other threads keep their handler.
         in_thread = threading.current_thread() is not threading.main_thread()
         is_command = not (hasattr(sys, "ps1") or in_thread)
         if is_command and before[signal.SIGINT] is signal.default_int_handler:
@@ -5384,7 +5378,7 @@ def report_errors(do: Callable) -> int:
 
 
 def line_of(error: Exception) -> str | None:
-    """Return the message for an error that the user can fix; None for other errors."""
+    """Return the message for an error that the user can fix, or None for a bug."""
     text = str(error)
     if isinstance(error, UserError | OSError):
         return text
@@ -5406,7 +5400,7 @@ def line_of(error: Exception) -> str | None:
 
 
 def main(argv=None) -> int:
-    """Run the command line, or `argv` if this file is imported. Return the exit status."""
+    """Run the command line (pass `argv` if this file is imported) and return the exit status."""
     is_script = argv is None and __name__ == "__main__"
     words = sys.argv[1:] if is_script else argv or []
     command = shlex.join(["python", "train_gpt.py", *words])
