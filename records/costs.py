@@ -215,8 +215,6 @@ def add_costs(jaxpr, costs: dict[int, Cost], times: int, outer: Place, whole: bo
         name = one.primitive.name
         place = outer if whole else place_of(one, outer)
         cost = costs[place.line]
-        for frame in () if whole else frames_of(one):
-            costs[frame.line_num]  # adds the lines of callers, without costs
         bodies = [getattr(x, "jaxpr", x) for x in one.params.values()]
         bodies = [x for x in bodies if hasattr(x, "eqns") and not name.startswith("scatter")]
         count = times

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -210,36 +210,24 @@ def find_record(root: Path, name: str) -> tuple[Record, Record | None]:
     return record, chain[place - 1] if place else None
 
 
-def flat(name: str, value) -> dict[str, object]:
-    """Return {path: value} of nested lists and dicts, with paths such as config.stages.0.share."""
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict):
-        return {name: value}
-    found = {}
-    for key, part in value.items():
-        found |= flat(f"{name}.{key}", part)
-    return found
-
-
-def settings(run: Run) -> dict[str, object]:
-    """Return the command, config, environment and versions of a run, by path."""
-    found = {"command": shlex.join(run.words)}
-    for name in ("config", "environment", "versions"):
-        free = C.FREE if name == "config" else {}
-        found |= flat(name, run.facts[name] | free)
-    return found
+def changes(name: str, old, new) -> Iterator[str]:
+    """Yield a line for each difference, with its path, such as config.stages.0.share."""
+    old, new = (dict(enumerate(x)) if isinstance(x, list) else x for x in (old, new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old | new:
+            yield from changes(f"{name}.{key}", old.get(key), new.get(key))
+    elif old != new:
+        yield f"{name}: {old!r} -> {new!r}"
 
 
 def changed_settings(old: Run, new: Run) -> list[str]:
-    """Return a line for each setting that differs between two runs."""
-    old, new = settings(old), settings(new)
-    lines = []
-    for name in old | new:
-        sides = [repr(x[name]) if name in x else "nothing" for x in (old, new)]
-        if sides[0] != sides[1]:
-            lines.append(f"{name}: {sides[0]} -> {sides[1]}")
-    return lines
+    """Return a line for each difference in command, config, environment and versions."""
+    sides = []
+    for run in (old, new):
+        facts = {name: run.facts[name] for name in ("environment", "versions")}
+        config = run.facts["config"] | C.FREE
+        sides.append({"command": shlex.join(run.words), "config": config} | facts)
+    return [line for name in sides[0] for line in changes(name, sides[0][name], sides[1][name])]
 
 
 def equal_losses(old: list[Run], new: list[Run]) -> list[str]:

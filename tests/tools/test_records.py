@@ -953,9 +953,9 @@ def test_diff_shows_changed_settings_and_line_ends(records, tmp_path, capsys):
     assert out == ("the sources have equal lines, but only one of them ends with a line end\n")
     assert err.splitlines() == [
         f"config.lr_anvil: {TINY.lr_anvil} -> 0.5",
-        "environment.JAX_PLATFORMS: 'cpu' -> nothing",
+        "environment.JAX_PLATFORMS: 'cpu' -> None",
+        r"environment.XLA_FLAGS: None -> '--x\x1b'",
         "versions.jax: '0.10.2' -> '0.10.3'",
-        r"environment.XLA_FLAGS: nothing -> '--x\x1b'",
         "lines that differ from cpu/2026-01-02_Second: 0",
         "compared with cpu/2026-01-02_Second",
     ]

@@ -90,23 +90,6 @@ def test_shapes_of_assigned_arrays():
     assert [*watch.seen[line]] == ["returns f32 2×128×128, 131 kB"]
 
 
-def test_an_idea_has_its_lines_and_its_share(monkeypatch):
-    rows = {row[4].strip("`"): row for row in tour.idea_rows()}
-    chosen = ["without=mudd", "without=averages", "without=pointer"]
-    monkeypatch.setattr(tour, "idea_rows", lambda: [rows[x] for x in chosen])
-    step, costs = step_of("tiny")
-    mudd, averages, pointer = tour.ideas(T.PRESETS["tiny"], step, costs)
-    assert {C.OWNER[line] for line in mudd.lines} >= {
-        "mudd_layer",
-        "mudd_mix",
-        "mudd_values",
-        "forward",
-    }
-    assert all(0 < more < 0.5 for more in mudd.more)
-    assert averages.more[0] == 0 < averages.more[1], "no matrix products, but bytes"
-    assert pointer.more is None and pointer.lines == []
-
-
 def test_a_page_by_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert tour.main(["plain", "--program", "adam", "--out", "adam.html"]) == 0
@@ -120,12 +103,10 @@ def test_a_page_by_the_command(tmp_path, monkeypatch, capsys):
 
 @functools.cache
 def page_of(preset: str) -> str:
-    """Return the page of a preset with the first row of the table of ideas."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    """Return the page of a preset."""
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "page.html")
-        first = tour.idea_rows()[:1]
-        patch.setattr(tour, "idea_rows", lambda: first)
-        assert tour.main([preset, "--ideas", "--out", str(path)]) == 0
+        assert tour.main([preset, "--out", str(path)]) == 0
         return path.read_text()
 
 
@@ -135,7 +116,6 @@ def test_the_page_of_a_whole_step(preset):
     assert len(page.encode()) < 10**6
     holds_together(page)
     assert {"f", "b"} <= {*re.findall(r"<u class=(\w) ", page)}
-    assert page.count("<button data-idea=") == 1
 
 
 def test_the_ten_most_expensive_lines_are_at_the_top():
@@ -175,7 +155,7 @@ def test_text_makes_no_elements_of_the_page(monkeypatch):
     lines = [*tour.LINES[: head - 1], "# ---- Loader: <x0> ----", *tour.LINES[head:]]
     monkeypatch.setattr(tour, "LINES", lines)
     watch = SimpleNamespace(seen={line: ["key key<x1>"]}, ran={head + 3})
-    page = Elements(tour.Page(step, costs, watch).html([], "2 x <x2>"))
+    page = Elements(tour.Page(step, costs, watch).html("2 x <x2>"))
     assert all(f"<x{i}>" in page.text for i in range(3))
     assert not {name for name in page.names if re.match(r"x\d", name)}
 
@@ -184,7 +164,6 @@ def test_text_makes_no_elements_of_the_page(monkeypatch):
     "options,says",
     [
         (["--program", "nosuch"], "--program nosuch: use one of grads0, anvil, adam"),
-        (["--program", "adam", "--ideas"], "omit --program"),
         (
             ["--program", "adam", "--bench", "nosuch"],
             "no nosuch/lines.json: python",
@@ -211,10 +190,6 @@ def holds_together(page: str):
     assert all(math.isclose(x, 100, abs_tol=0.05) for x in bars.values()), bars
 
 
-def test_stops_are_functions():
-    assert {*tour.STOPS.split()} <= {*tour.DEFINED}
-
-
 CHECK = """<script>
 const found = {links: 0, lost: 0, bars: {f: 0, b: 0, t: 0}}
 for (const link of document.querySelectorAll("a[href^='#']")) {
@@ -223,8 +198,6 @@ for (const link of document.querySelectorAll("a[href^='#']")) {
 }
 for (const bar of document.querySelectorAll("u[style]"))
   found.bars[bar.className] += parseFloat(bar.style.width)
-document.querySelector("button").click()
-found.out = document.querySelectorAll(".out").length
 found.wide = document.documentElement.scrollWidth - innerWidth
 const folded = document.querySelector("details")
 location.hash = folded.id
@@ -249,4 +222,4 @@ def test_in_a_browser(tmp_path, width):
     assert found["errors"] == [] and found["lost"] == 0 < found["links"]
     assert all(abs(x - 100) < 0.05 for x in found["bars"].values() if x), found
     assert found["bars"]["f"] and found["bars"]["b"]
-    assert found["out"] and found["open"] and found["wide"] <= 0
+    assert found["open"] and found["wide"] <= 0
