@@ -1,6 +1,6 @@
 """Measure the worth of each idea: train `tiny` without it, and `plain` with it as the only idea.
 
-    python records/ideas.py [--seeds N] [--alone N]    # trains the runs missing in ideas.jsonl
+    python records/ideas.py --seeds N    # trains the runs that ideas.jsonl does not have
 
 Prints all results as a table. A run takes half a minute on two cores. You can stop the command and
 start it again. Losses are the same on any machine, except for the last digits. Times need an idle

@@ -36,7 +36,7 @@ def lines_with(code: str) -> list[int]:
     return [i for i, line in enumerate(tour.LINES, 1) if code in line]
 
 
-# Functions whose matrix products flops_per_token counts.
+# flops_per_token counts the matrix products of these functions.
 FORMULA = "attention", "mlp", "chunk_losses", "token_losses", "logit_gradients", "pointer_inputs"
 
 
