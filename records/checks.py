@@ -1,41 +1,42 @@
-"""What a run and a record must be. It reads logs; it executes nothing, and imports no trainer.
+"""The rules for runs and records. They are checked by reading logs; no source is executed.
 
-A record is a folder records/TRACK/DATE_NAME/ with a folder for each run, as train_gpt.py wrote it
-(FILES), and record.json: what its author says, and what follows from the logs. Every number is
-derived from the logs and compared, by a few fields of a run's config (see `planned`), so a record
-can be checked after the trainer has moved on.
+A record is a folder records/TRACK/DATE_NAME/. It has one folder per run, with the three files that
+train_gpt.py writes (log.txt, metrics.jsonl, run.json), and record.json, with the author's
+description and the results. All results are derived from the logs again and compared. Only a few
+fields of a run's config are read (see `planned`), so records stay valid when train_gpt.py changes.
 
-tokens.json has the hashes of all shards that a record may use, by stream: `fineweb`, or `builtin-`
-and the beginning of a hash, for every version of Python has its own demo corpus.
+tokens.json has the size and hash of each shard that a record may use, by token stream: `fineweb`,
+or `builtin-` and the beginning of a hash, because every version of Python has its own demo corpus.
 """
 
 import argparse
-import ast
 import contextlib
 import hashlib
+import io
 import json
 import math
 import re
 import shlex
 import sys
-from collections.abc import Callable
+import tokenize
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 try:
     import numpy as np
-    import scipy  # its parts are imported where they are used first
+    import scipy  # imports its submodules when they are used
 except ImportError as error:
     sys.exit(f"error: {error}: pip install -r requirements.txt")
 
-FILES = ("log.txt", "metrics.jsonl", "run.json")
-# Number of runs of a record -> largest p-value of the mean loss, and of the gain over the standing
-# record. With other numbers, or one limit for all, runs could be added until a test passes.
+# Number of runs of a record -> limit of the p-values of its mean loss and of its gain over the
+# standing record. With other numbers, or with one limit for all, an author could add runs until a
+# test passes.
 P_VALUES = {4: 0.01, 8: 0.005, 16: 0.0025}
-# Records from before the rules of check_new, and their digests. They can have any number of runs,
-# with the first limit. No others may join them.
+# Records that are older than the rules of check_new, and their digests. They can have any number of
+# runs, with the limit for 4. No other record may be added here.
 # fmt: off
 OLDER = {
     "cpu/2026-11-21_Baseline":
@@ -50,88 +51,93 @@ OLDER = {
         "2980e5582c1902ef97bc01d8a3d8a35bdb3f28df5af0e8f770dbb60b366043ad",
 }
 # fmt: on
-STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
-FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
-ASCII = re.compile(r"[\n\t -~]*")  # printable, with tabs and line ends
+STEP_MARGIN = 0.004  # least (target - mean loss) * sqrt(runs) on tracks that rank by steps
+FREE = {"seed": 0, "data": ""}  # fields in which equal configs may differ
+NOT_PLAIN = re.compile(r"[^\n\t -~]")  # characters other than printable ASCII, tabs and line ends
 NAME = re.compile(r"[A-Za-z0-9-]+")  # of a record
 HASH = re.compile(r"[0-9a-f]{64}")  # SHA-256
-COOKIE = re.compile(r"[ \t]*#.*?coding[:=][ \t]*([-\w.]+)")  # of a source, by PEP 263
-CLOCK_MS = 5  # at most, between the times of a step in log.txt and in metrics.jsonl
-RULE = re.compile(r"^={100}\n", re.M)
+CLOCK_MS = 5  # largest difference between the times of a step in log.txt and in metrics.jsonl
+RULE = re.compile(r"^={100}\n", re.M)  # separates the sections of log.txt
 STEP = re.compile(r"step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms step_avg:\S+ms")
 
 
 class Refused(Exception):
-    """Why something is no record: one sentence for the terminal."""
+    """The reason to refuse a record, in one sentence for the terminal."""
 
 
 def need(holds, reason: str):
-    """Refuse for `reason` unless it holds."""
+    """Raise Refused for `reason` unless the condition holds."""
     if not holds:
         raise Refused(reason)
 
 
-def agree(what: str, got, want):
-    """Refuse unless both values are the same."""
-    need(got == want, f"{what}: {got!s:.200}, not {want!s:.200}")
+def agree(name: str, got, want):
+    """Raise Refused unless both values of `name` are equal."""
+    need(got == want, f"{name}: {got!s:.200}, not {want!s:.200}")
 
 
 def escaped(character: str) -> str:
-    """A character by its number, as in <U+001B>."""
+    """Return the number of a character, as in <U+001B>."""
     return f"<U+{ord(character):04X}>"
 
 
 def visible(text: str) -> str:
-    """A text as one line, in which characters that a terminal obeys, instead of showing them, are
-    escaped. Two texts are never shown as the same, as what looks like an escape is escaped, too."""
-    text = text.replace("<U+", escaped("<") + "U+")
+    """Return a text as one line, with an escape for every character that is not printable."""
+    text = text.replace("<U+", escaped("<") + "U+")  # so different texts never look equal
     return "".join(x if x.isprintable() else escaped(x) for x in text)
 
 
 @contextlib.contextmanager
-def about(what):
-    """Begin the reasons of refusals inside with `what`; what cannot be read is refused."""
+def about(name):
+    """Prefix the reasons of refusals inside with `name`; refuse after any other error, too."""
     try:
         yield
-    except Exception as error:  # a damaged file, or the command in it, can lead to any
-        forms = {Refused: "{}", KeyError: "{} is missing"}
-        reason = forms.get(type(error), "cannot be read ({})").format(error)
-        raise Refused(f"{what}: {reason}") from None
+    except Refused as error:
+        raise Refused(f"{name}: {error}") from None
+    except Exception as error:  # a damaged file can cause any exception
+        reason = f"{type(error).__name__}: {error}"
+        raise Refused(f"{name}: cannot be read ({reason})") from None
 
 
 def need_no_link(path: Path):
-    """Refuse a symbolic link: it could lead to a file of whoever checks it."""
+    """Refuse a symbolic link: it could lead to a private file of the reviewer."""
     need(not path.is_symlink(), f"{path.name} is a symbolic link")
 
 
 def read(path: Path, parse: Callable = json.loads):
-    """What `parse` makes of the text in a file; Refused if it is no regular file (a pipe, say, has
-    no end)."""
+    """Return the parsed text of a regular file (a pipe, for example, has no end)."""
     with about(path.name):
         need_no_link(path)
-        need(path.is_file(), "cannot be read (No such file)")
+        need(path.is_file(), "no such file")
         return parse(path.read_bytes().decode())
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file."""
+    """Return the object in a JSON file."""
     content = read(path)
-    need(isinstance(content, dict), f"{path.name}: is no JSON object")
+    need(isinstance(content, dict), f"{path.name}: is not a JSON object")
     return content
 
 
 class Track(NamedTuple):
-    """What a track of tracks.json fixes. The rest is free, or for a reviewer to see."""
+    """The requirements of a track, from tracks.json."""
 
     target: float = 3.28
     val_tokens: int = 10_485_760
-    corpus: str = "fineweb"  # what the names of its shards begin with
-    kind: str = ""  # part of the name of the devices
-    devices: dict = {}  # what run.json says of them; one process sees one machine
-    batch_tokens: int = 0  # of every step. If not 0, records are ranked by steps, not by seconds
-    # Numbers of the model, at most. If not 0, there is no target: records are ranked by loss, and
-    # training tokens may be read any number of times.
+    corpus: str = "fineweb"  # prefix of the names of its shards
+    kind: str = ""  # part of the device kind
+    devices: dict = {}  # required facts about the devices in run.json
+    batch_tokens: int = 0  # tokens per step; if not 0, records are ranked by steps
+    # Largest number of parameters. If not 0, the track has no target, records are ranked by loss,
+    # and training tokens may be read any number of times.
     parameters: int = 0
+
+    @property
+    def ranked_by(self) -> str:
+        """The quantity that ranks records (seconds, steps or loss); lower is better."""
+        if self.parameters:
+            return "loss"
+        return "steps" if self.batch_tokens else "seconds"
 
 
 TRACKS = read_json(Path(__file__).with_name("tracks.json")).items()
@@ -142,15 +148,14 @@ TRACKS = {name: Track(**fixed) for name, fixed in TRACKS}
 
 
 class Run(NamedTuple):
-    """What one run left behind."""
+    """The files of one run."""
 
     folder: Path
-    source: bytes  # as its log has it
-    words: list[str]  # the arguments that began it, without seed and folders
-    asked: dict[str, str]  # what they set: field of the config -> text
+    source: bytes  # from log.txt
+    words: list[str]  # arguments of train_gpt.py, without seed and folders
     facts: dict  # run.json
     metrics: list[dict]  # metrics.jsonl
-    began: datetime  # by its id, in whole seconds
+    began: datetime  # start time from its name, in whole seconds
 
     @property
     def loss(self) -> float:
@@ -164,7 +169,7 @@ class Run(NamedTuple):
 
     @property
     def hardware(self) -> str:
-        """The class in which it competes; times of different classes are not compared."""
+        """The hardware class; times of different classes are not compared."""
         devices = self.facts["devices"]
         host = self.facts["host"]
         if devices["platform"] == "cpu":
@@ -173,38 +178,30 @@ class Run(NamedTuple):
 
     @property
     def train_losses(self) -> list[float]:
-        """The training loss of every step."""
+        """The training loss of each step."""
         return [row["train_loss"] for row in self.metrics if "train_loss" in row]
 
 
-def planned(config: dict, found: list[int] = ()) -> list[tuple[int, bool, int]]:
-    """(steps done, whether it is a validation, tokens so far) of every line of a whole run. The
-    fields of the config that it reads are part of the format of logs. Refused, before the plan is
-    made, unless `found` (lines in log.txt, in metrics.jsonl) are as many."""
+def planned(config: dict) -> Iterator[tuple[int, bool, int]]:
+    """Yield (steps done, whether it is a validation, tokens so far) of each line of a whole run."""
     steps = config["steps"]
     every = config["val_every"]
-    stages = config["stages"]
-    sizes = [stage["batch_tokens"] for stage in stages]
-    for number in (steps, every, config["extension"], *sizes):
-        need(type(number) is int and number >= 0, f"{number!r:.50} in its config is no count")
-    count = steps + 1 + (-(-steps // every) if every else 0)
-    agree("losses in log.txt, in metrics.jsonl", found or [count] * 2, [count] * 2)
-    ends = accumulate(stage["share"] for stage in stages)
-    ends = [round(end * (steps - config["extension"])) for end in ends]
-    ends = [0, *ends[:-1], steps]
-    need(ends == sorted(ends), f"its stages begin and end at {ends!s:.100}, not one after another")
-    each = np.repeat(sizes, np.diff(ends)).tolist()
-    plan = []
-    for step, tokens in enumerate(accumulate(each, initial=0)):
-        if step > 0:
-            plan.append((step, False, tokens))
-        if step == steps or (every and step % every == 0):
-            plan.append((step, True, tokens))
-    return plan
+    shares = accumulate(stage["share"] for stage in config["stages"])
+    ends = [round(share * (steps - config["extension"])) for share in shares]
+    ends[-1] = steps
+    step, tokens = 0, 0
+    for stage, end in zip(config["stages"], ends, strict=True):
+        while step < min(end, steps):
+            if every and step % every == 0:
+                yield step, True, tokens
+            step += 1
+            tokens += stage["batch_tokens"]
+            yield step, False, tokens
+    yield steps, True, tokens
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`; Refused if it is not whole, or if its files contradict each other."""
+    """Return the run in `folder`; refuse it if its files are incomplete or contradictory."""
     with about(folder.name):
         facts = read_json(folder / "run.json")
         metrics = read(folder / "metrics.jsonl", lambda text: [*map(json.loads, text.splitlines())])
@@ -216,7 +213,7 @@ def read_run(folder: Path) -> Run:
         heads = [section.split("\n") for section in sections[::2]]
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
         source = source.removesuffix("\n").encode()
-        run = Run(folder, source, *launch(command), facts, metrics, began)
+        run = Run(folder, source, launch(command), facts, metrics, began)
         check_heads(run, heads)
         lines = [STEP.fullmatch(line) for body in sections[1::2] for line in body.split("\n")]
         check_steps(run, [line for line in lines if line])
@@ -224,34 +221,36 @@ def read_run(folder: Path) -> Run:
 
 
 def check_heads(run: Run, heads: list[list[str]]):
-    """What log.txt says before its steps, and again after each resume, is what run.json says."""
+    """Compare the lines in log.txt before the first step, and after each resume, with run.json."""
     facts = run.facts
     resumes = len(heads) - 1
     changed = [x for head in heads[1:] for x in head if x.startswith(("source: ", "config: "))]
-    need(not changed, "it was resumed with another source or other settings: that is no record")
-    agree("resumed in run.json, by log.txt", facts["resumed"], resumes > 0)
+    need(not changed, "it was resumed with another source or other settings")
+    agree("resumed in run.json, in log.txt", facts["resumed"], resumes > 0)
     digest = hashlib.sha256(run.source).hexdigest()
     agree("sha256 in run.json, of the source in log.txt", facts["source_sha256"], digest)
     agree("seed in run.json, in its config", facts["seed"], facts["config"]["seed"])
-    begun = next((json.loads(x[8:]) for x in heads[0] if x.startswith("config: ")), {})
-    moved = {"data": "", "devices": 0} if resumes else {}  # which a resume may name anew
-    agree("config in run.json, in log.txt", facts["config"] | moved, begun | moved)
-    said = f"command: {facts['command']}" in heads[-1]
-    need(said, f"log.txt does not have the command of run.json, {facts['command']}")
+    logged = next((json.loads(x[8:]) for x in heads[0] if x.startswith("config: ")), {})
+    moved = {"data": "", "devices": 0} if resumes else {}  # fields that a resume may change
+    agree("config in run.json, in log.txt", facts["config"] | moved, logged | moved)
+    has_command = f"command: {facts['command']}" in heads[-1]
+    need(has_command, f"log.txt does not have the command of run.json, {facts['command']}")
     want = [f"{package} {version}" for package, version in facts["versions"].items()]
     want += ["{count} x {kind} ({platform})".format(**facts["devices"])]
-    names = ("host", "environment", "choices", "parameters", "data")  # older logs lack some
+    names = ("host", "environment", "choices", "parameters", "data")  # some are not in older logs
     want += [f"{name}: {json.dumps(facts[name])}" for name in names if name in facts]
     for line in want:
-        said = all(line in head for head in heads)
-        need(said, f"log.txt does not say what run.json does: {line:.100}")
+        in_all = all(line in head for head in heads)
+        need(in_all, f"log.txt does not have this line of run.json: {line:.100}")
 
 
 def check_steps(run: Run, lines: list[re.Match]):
-    """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
+    """Compare the steps in log.txt and in metrics.jsonl with each other and with the config."""
     facts = run.facts
     agree("finished in run.json", facts["finished"], True)
-    plan = planned(facts["config"], [len(lines), len(run.metrics)])
+    plan = [*islice(planned(facts["config"]), len(lines) + 1)]  # a config can have any steps
+    counts = [len(lines), len(run.metrics)]
+    agree("number of losses in log.txt, in metrics.jsonl", counts, [len(plan)] * 2)
     before = -1.0
     for (step, validates, tokens), line, row in zip(plan, lines, run.metrics, strict=True):
         with about(f"step {step}"):
@@ -263,130 +262,108 @@ def check_steps(run: Run, lines: list[re.Match]):
             need(near, f"{line[3]} ms in log.txt, {ms} in metrics.jsonl")
             near = not validates or abs(float(line[2]) - loss) < 0.51e-4
             need(near, f"loss {line[2]} in log.txt, {loss} in metrics.jsonl")
-            need(0 < loss < 1000, f"{loss} is no loss")
-            need(ms > before or (validates and ms == before), "the clock went backwards, or stood")
+            need(0 < loss < 1000, f"{loss} is not a loss")
+            need(ms > before or (validates and ms == before), "the clock did not advance")
             before = ms
     last = run.metrics[-1] | {"steps": step}
     for name in ("steps", "tokens", "train_time_ms", "val_loss"):
         agree(f"{name} in run.json, in metrics.jsonl", facts[name], last[name])
 
 
-# ---- The rules: of a run, and of the runs of a record together ---------------------------------
+# ---- The rules: for one run, and for the runs of a record together -----------------------------
 
 
 class Words(argparse.ArgumentParser):
-    """argparse whose errors are ValueErrors."""
+    """An argparse parser that raises ValueErrors."""
 
     def error(self, message):
         raise ValueError(message)
 
 
-def launch(command: str) -> tuple[list[str], dict[str, str]]:
-    """(arguments without seed and folders, what they set: field of the config -> text)."""
+def launch(command: str) -> list[str]:
+    """Return the arguments in the command of a run, without seed, folders and hosts."""
     parser = Words(add_help=False)
     parser.add_argument("--set", nargs="+", action="extend", default=[])
     for option in ("seed", "out", "data", "cache", "coordinator", "processes", "process-id"):
         parser.add_argument(f"--{option}")
     args, words = parser.parse_known_args(shlex.split(command.removeprefix("python "))[1:])
-    asked = [f"seed={args.seed or 0}", *(f"preset={x}" for x in words if not x.startswith("-"))]
-    asked += [item for item in args.set if not item.startswith("data=")]
-    words += ["--set"] * bool(args.set) + args.set
-    return words, dict(item.split("=", 1) for item in asked)
-
-
-def check_command(run: Run):
-    """The run's config is what its command asked for."""
-    for key, text in run.asked.items():
-        values = [run.facts["config"]]
-        for part in key.split("."):
-            if part == "*":  # of all stages, say
-                values = [x for value in values for x in value]
-            else:
-                values = [x[int(part) if isinstance(x, list) else part] for x in values]
-        said = [text]
-        with contextlib.suppress(ValueError, SyntaxError):
-            number = ast.literal_eval(text.capitalize())  # true is True
-            said += [number, [number], json.loads(json.dumps(number))]  # (1,) is [1]
-        for value in values:
-            need(value in said, f"the command asks for {key}={text}, the config has {value}")
+    return words + ["--set"] * bool(args.set) + args.set
 
 
 def stream_name(track: Track, data: dict) -> str:
-    """The token stream that these shards are said to be."""
+    """Return the name of the token stream with these shards."""
     val = f"{track.corpus}_val_000000.bin"
-    need(val in data, f"token stream other than the rules': there is no {val}")
+    need(val in data, f"not the token stream of this track: it has no {val}")
     return "fineweb" if track.corpus == "fineweb" else f"builtin-{data[val]['sha256'][:8]}"
 
 
 def check_stream(track: Track, run: Run, pinned: dict):
-    """The run read the track's token stream: `pinned` has size and hash of each of its shards."""
+    """Compare the shards of a run with `pinned`: token stream -> size and hash of each shard."""
     data = run.facts["data"]
     known = pinned.get(stream_name(track, data), {})
     names = [f"{track.corpus}_train_{i:06}.bin" for i in range(1, len(data))]
     hashes = [shard["sha256"] for shard in data.values()]
     need(all(map(HASH.fullmatch, hashes)), "the hash of a shard is not 64 hexadecimal digits")
     need(len({*hashes}) == len(hashes), "two shards have the same hash")
-    other = "token stream other than the rules'"
+    other = "not the token stream of this track"
     agree(other, sorted(data), [*names, f"{track.corpus}_val_000000.bin"])
     for name, shard in data.items():
         need(known.get(name) == shard, f"{other}: {name} {shard} is not in tokens.json")
-    there = sum((data[name]["bytes"] - 1024) // 2 for name in names)
-    taken = run.metrics[-1]["tokens"]
-    once = taken < there or track.parameters
-    need(once, f"trained on {taken} tokens, its shards hold {there}: read twice?")
+    available = sum((data[name]["bytes"] - 1024) // 2 for name in names)
+    used = run.metrics[-1]["tokens"]
+    once = used < available or track.parameters
+    need(once, f"trained on {used} tokens, its shards have {available}: tokens were read twice")
 
 
 def parameters_of(run: Run) -> int:
-    """The number of parameters that a run reports; Refused if there is none."""
+    """Return the number of parameters that a run reports."""
     size = run.facts.get("parameters")
-    counted = type(size) is int and size > 0
-    need(counted, f"parameters in run.json, {size!r:.50}, is no count")
+    is_count = type(size) is int and size > 0
+    need(is_count, f"parameters in run.json: {size!r:.50} is not a count")
     return size
 
 
 def check_run(track: Track, run: Run, pinned: dict):
-    """The run keeps the rules of the track."""
+    """Check one run against the rules of its track."""
     config = run.facts["config"]
     devices = run.facts["devices"]
     agree("wrong number of validation tokens", config["val_tokens"], track.val_tokens)
     if track.parameters:
         size = parameters_of(run)
         most = track.parameters
-        need(size <= most, f"the model has {size:,} numbers, this track takes up to {most:,}")
+        need(size <= most, f"the model has {size:,} parameters, this track allows {most:,}")
     else:
         agree("wrong target (see --set target=)", config["target"], track.target)
-        passes = config.get("passes", 1)  # older runs have none
-        agree("passes through the training tokens", passes, 1)
-    agree("starts with parameters of a run", config.get("start", ""), "")
+        passes = config.get("passes", 1)  # older configs do not have it
+        agree("epochs over the training tokens", passes, 1)
+    agree("started with the parameters of another run", config.get("start", ""), "")
     for name, want in track.devices.items():
         agree(f"not the hardware of this track, {name}", devices[name], want)
-    right = track.kind in devices["kind"] and "MIG" not in devices["kind"]  # a part is no GPU
-    need(right, f"not the hardware of this track: {devices['kind']}")
-    check_command(run)
+    fits = track.kind in devices["kind"] and "MIG" not in devices["kind"]  # MIG: part of a GPU
+    need(fits, f"not the hardware of this track: {devices['kind']}")
     check_stream(track, run, pinned)
     if track.batch_tokens:
         sizes = {stage["batch_tokens"] for stage in config["stages"]}
-        agree("tokens of every step", sizes, {track.batch_tokens})
+        agree("tokens per step", sizes, {track.batch_tokens})
 
 
 def essence(run: Run) -> dict:
-    """What makes the run what it is, apart from its seed and its machine. Variables that cannot
-    change a result are left out: those of Python, and one that jax sets itself."""
+    """Return the facts that can change the results of a run, except for seed and machine."""
     facts = {name: run.facts[name] for name in ("source_sha256", "versions")}
     environment = {
         name: value
         for name, value in run.facts["environment"].items()
-        if not name.startswith("PYTHON") and name != "TPU_SKIP_MDS_QUERY"
+        if not name.startswith("PYTHON") and name != "TPU_SKIP_MDS_QUERY"  # jax sets it
     }
     return facts | {"environment": environment, "config": run.facts["config"] | FREE}
 
 
 def check_runs(runs: list[Run]):
-    """The runs are samples of one thing: same source, config and machine, other seeds, in turn."""
+    """Check that runs are equal except for their seeds, and that they did not run in parallel."""
     need(len(runs) >= 2, "one run has no p-value: at least two seeds are needed")
 
     def shared(run):
-        names = "devices", "host", "choices", "settings", "data"  # older runs lack some
+        names = "devices", "host", "choices", "settings", "data"  # some are not in older logs
         facts = {name: run.facts.get(name) for name in names}
         return essence(run) | facts | {"command": run.words}
 
@@ -394,77 +371,63 @@ def check_runs(runs: list[Run]):
         for name, value in shared(run).items():
             agree(f"{name} of {run.folder.name}", value, shared(runs[0])[name])
     seeds = sorted(run.facts["seed"] for run in runs)
-    agree("seeds (to choose seeds is to choose losses)", seeds, [*range(len(seeds))])
+    agree("seeds (choosing seeds means choosing losses)", seeds, [*range(len(seeds))])
     for one, other in pairwise(sorted(runs, key=lambda run: run.began)):
         later = (other.began - one.began).total_seconds() > one.seconds - 1  # of whole seconds
         both = f"{other.folder.name} began while {one.folder.name} trained"
-        need(later or one.facts["resumed"], f"{both}: runs are made one after the other")
+        need(later or one.facts["resumed"], f"{both}: make one run after the other")
     check_repeats(runs)
 
 
 def equal_steps(losses: np.ndarray, others: np.ndarray) -> tuple[int, int]:
-    """(number of steps with equal losses, number of steps that both have)."""
+    """Return (number of steps with equal losses, number of steps that both have)."""
     steps = min(len(losses), len(others))
     return int(np.sum(losses[:steps] == others[:steps])), steps
 
 
 def check_repeats(runs: list[Run]):
-    """No two runs with different seeds have the same training losses in more than half of their
-    steps. Runs with the same seed may: a change that only saves time leaves the losses equal."""
+    """Refuse equal training losses in more than half of the steps, if the seeds are different."""
     losses = [np.array(run.train_losses) for run in runs]
     for (one, a), (other, b) in combinations(zip(runs, losses, strict=True), 2):
         if one.facts["seed"] == other.facts["seed"]:
-            continue
+            continue  # a change that only saves time leaves the losses equal
         equal, steps = equal_steps(a, b)
         same = f"{one.folder.name} and {other.folder.name} have the same training losses"
-        need(equal <= steps / 2, f"seeds repeat: {same} in {equal} of {steps} steps")
-
-
-def digest(folder: Path) -> str:
-    """The SHA-256 of the names and contents of all files in a record but its README.md."""
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != "README.md":
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
-            total.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
-    return total.hexdigest()
+        need(equal <= steps / 2, f"repeated losses: {same} in {equal} of {steps} steps")
 
 
 def is_older(folder: Path) -> bool:
-    """Whether the record in `folder` is from before the rules of check_new."""
-    return f"{folder.parent.name}/{folder.name}" in OLDER
-
-
-def check_unchanged(folder: Path):
-    """An older record is what it was: the rules that it does not have to keep could be broken."""
-    if is_older(folder):
-        known = OLDER[f"{folder.parent.name}/{folder.name}"]
-        changed = "its files were changed: restore them, for it is exempt from newer rules"
-        need(digest(folder) == known, changed)
+    """Return whether a record is in OLDER; refuse it if a file except README.md was changed."""
+    known = OLDER.get(f"{folder.parent.name}/{folder.name}")
+    if not known:
+        return False
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "README.md":
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
+    changed = "its files were changed: restore them, because it is exempt from newer rules"
+    need(digest.hexdigest() == known, changed)
+    return True
 
 
 def check_source(source: bytes):
-    """A source is printable ASCII, so that a reviewer sees what Python reads."""
-    lines = source.decode().split("\n")
-    for number, line in enumerate(lines, 1):
-        other = next((x for x in line if not ASCII.fullmatch(x)), None)
+    """Refuse a source that is not printable ASCII, because reviewers must see all of it."""
+    text = source.decode()
+    if other := NOT_PLAIN.search(text):
+        number = text.count("\n", 0, other.start()) + 1
         plain = "only printable ASCII, tabs and line ends are allowed"
-        reason = f"line {number} of its source has U+{ord(other or ' '):04X}: {plain}"
-        need(other is None, reason)
-    for line in lines[:2]:
-        cookie = COOKIE.match(line)
-        right = cookie is None or cookie[1].lower() in ("utf-8", "utf8", "ascii")
-        need(right, f"its source has another encoding: {line:.100}")
+        raise Refused(f"line {number} of its source has U+{ord(other[0]):04X}: {plain}")
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    agree("encoding that its source declares", encoding, "utf-8")
 
 
 def check_new(runs: list[Run]):
-    """The rules that older records need not keep. The number of runs is one of P_VALUES. Each run
-    reports its choices and the number of its parameters, and is not from the future. Source, CPU
-    and devices are printable ASCII."""
+    """Check the rules that records in OLDER are exempt from."""
     numbers = ", ".join(map(str, P_VALUES))
-    fixed = "a record has one of these numbers, so that no run is added until a test passes"
+    fixed = "the number is fixed so that nobody adds runs until a test passes"
     need(len(runs) in P_VALUES, f"number of runs: {len(runs)}, not {numbers}: {fixed}")
-    check_source(runs[0].source)  # the others have the same source
+    check_source(runs[0].source)  # the other runs have the same source
     machine = runs[0].hardware
     plain = machine.isascii() and machine.isprintable()
     need(plain, f"the name of its machine, {machine}, is not printable ASCII")
@@ -477,8 +440,7 @@ def check_new(runs: list[Run]):
 
 
 def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> dict:
-    """What record.json says of runs that keep all rules but those of rank, by their logs. `older`:
-    see is_older."""
+    """Return the results of runs for record.json; refuse runs that break a rule of the track."""
     for run in runs:
         with about(run.folder.name):
             check_run(track, run, pinned)
@@ -492,8 +454,10 @@ def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> d
     for name, values, digits in (("loss", losses, 6), ("seconds", seconds, 3)):
         result[f"mean_{name}"] = round(float(np.mean(values)), digits)
         result[f"sd_{name}"] = round(float(np.std(values, ddof=1)), digits)
-    limit = P_VALUES[4 if older else len(runs)]
-    result |= size_of(facts) if track.parameters else proof(track, losses, limit)
+    if track.parameters:
+        result |= {"parameters": facts["parameters"], "passes": facts["config"]["passes"]}
+    else:
+        result |= proof(track, losses, P_VALUES[4 if older else len(runs)])
     if facts["devices"]["platform"] == "gpu":
         result["gpu_seconds"] = round(result["mean_seconds"] * facts["devices"]["count"], 3)
     return result | {
@@ -510,8 +474,7 @@ def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> d
 
 
 def proof(track: Track, losses: list[float], limit: float) -> dict:
-    """By how much, and how surely, the mean loss is below the target; Refused if it is not, or if
-    the p-value is not below `limit`."""
+    """Return p-value and margin of the mean loss; refuse it if it may be above the target."""
     mean = np.mean(losses)
     p_value = scipy.stats.ttest_1samp(losses, track.target, alternative="less").pvalue
     p_value = float(f"{p_value:.3g}")
@@ -522,59 +485,51 @@ def proof(track: Track, losses: list[float], limit: float) -> dict:
         need(margin >= STEP_MARGIN, reason)
     else:
         reason = f"p = {p_value} that the mean loss is not below {track.target}"
-        need(p_value < limit, f"{reason}, not < {limit}: more seeds, or a lower loss")
+        need(p_value < limit, f"{reason}, not < {limit}: more seeds or a lower loss are needed")
     return {"p_value": p_value, "margin": margin}
 
 
-def size_of(facts: dict) -> dict:
-    """What is shown, where there is no target, in place of a proof."""
-    return {"parameters": facts["parameters"], "passes": facts["config"]["passes"]}
-
-
 def price(rate: float | None, result: dict) -> float | None:
-    """Dollars that training costs, at `rate` an hour of the machine; None: not said."""
+    """Return the training costs in dollars, for a machine that costs `rate` dollars per hour."""
     right = rate is None or (type(rate) in (int, float) and 0 < rate < 1e6)
-    need(right, f"--rate {rate}: dollars an hour of the machine, such as 2.49")
+    need(right, f"--rate {rate}: dollars per hour of the machine, such as 2.49")
     return rate and round(rate * result["mean_seconds"] / 3600, 4)
 
 
 class Record(NamedTuple):
-    """A folder of runs that keeps the rules."""
+    """A folder of runs that follow the rules."""
 
     folder: Path
     fields: dict  # record.json
-    result: dict  # its "result": the answer of `judge`
+    result: dict  # its "result", as `judge` returns it
     runs: list[Run]
+    older: bool = False  # see is_older
 
     @property
-    def limit(self) -> float:
-        """The largest p-value that it may have."""
-        return P_VALUES[4 if is_older(self.folder) else len(self.runs)]
+    def label(self) -> str:
+        """Track and folder, as in cpu/2026-11-21_Baseline."""
+        return f"{self.fields['track']}/{self.folder.name}"
 
     @property
     def ranked_by(self) -> str:
-        """What its track ranks by: seconds, steps or loss; the lower one is better."""
-        track = TRACKS[self.fields["track"]]
-        if track.parameters:
-            return "loss"
-        return "steps" if track.batch_tokens else "seconds"
+        """The quantity that ranks the records of its track."""
+        return TRACKS[self.fields["track"]].ranked_by
 
     @property
     def competition(self) -> tuple[str, str, str]:
-        """(track, hardware, token stream): the records that it is compared with."""
+        """(track, hardware, token stream); records with the same values compete."""
         machine = self.result["hardware"] if self.ranked_by == "seconds" else "any hardware"
         return self.fields["track"], machine, self.result["stream"]
 
     @property
     def score(self) -> float:
-        """The number that it is ranked by."""
+        """The number that ranks it."""
         name = self.ranked_by
         return self.result[name if name == "steps" else f"mean_{name}"]
 
 
 def check_beats(record: Record, other: Record):
-    """The record changes something, and takes fewer steps, or less time or loss than can be
-    chance."""
+    """Check that a record changes something and beats the standing record beyond chance."""
     slow = f"not {'better' if record.ranked_by == 'loss' else 'faster'} than the standing record"
     both = f"{record.score} against {other.score}"
     need(record.score < other.score, f"{slow}: {both}")
@@ -582,36 +537,37 @@ def check_beats(record: Record, other: Record):
         key = {"seconds": "seconds", "loss": "losses"}[record.ranked_by]
         samples = record.result[key], other.result[key]
         p_value = scipy.stats.ttest_ind(*samples, equal_var=False, alternative="less").pvalue
-        reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {record.limit}"
-        need(p_value < record.limit, reason)
+        limit = P_VALUES[4 if record.older else len(record.runs)]
+        reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {limit}"
+        need(p_value < limit, reason)
     changed = essence(record.runs[0]) != essence(other.runs[0])
-    need(changed, "nothing was changed since the standing record, neither source nor config")
+    need(changed, "the source and the config are the same as in the standing record")
 
 
 def check_record(folder: Path, pinned: dict) -> Record:
-    """The record in `folder`, derived anew and held against all rules but those of rank."""
+    """Return the record in `folder`; refuse it if it breaks a rule, except the rules of ranking."""
     with about(f"{folder.parent.name}/{folder.name}"):
         for path in (folder, *folder.rglob("*")):
             need_no_link(path)
-        check_unchanged(folder)
+        older = is_older(folder)
         fields = read_json(folder / "record.json")
         known = fields["track"] == folder.parent.name in TRACKS
-        need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
+        need(known, f"it is not in the folder of its track, {fields['track']}")
         named = NAME.fullmatch(fields["name"])
-        need(named, f"name {fields['name']} in record.json: letters, digits, hyphens")
-        need(fields.get("by") and fields.get("what"), "record.json lacks `by` or `what`")
+        need(named, f"name {fields['name']} in record.json: use letters, digits, hyphens")
+        need(fields.get("by") and fields.get("what"), "record.json has no `by` or no `what`")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-        result = judge(TRACKS[fields["track"]], runs, pinned, is_older(folder))
+        result = judge(TRACKS[fields["track"]], runs, pinned, older)
         for key in result.keys() | fields["result"].keys():
             agree(f"{key} in record.json", fields["result"].get(key), result.get(key))
         cost = price(fields.get("rate"), result)
         agree("price in record.json", fields.get("price"), cost)
         agree("name of the folder", folder.name, f"{result['date']}_{fields['name']}")
-        return Record(folder, fields, result, runs)
+        return Record(folder, fields, result, runs, older)
 
 
 def chains(records: list[Record]) -> dict[tuple, list[Record]]:
-    """{competition: its records, from the first to the standing one}."""
+    """Return {competition: its records, from the first to the standing record}."""
     found = {}
     for record in sorted(records, key=lambda r: (r.competition, r.result["date"], -r.score)):
         found.setdefault(record.competition, []).append(record)
@@ -619,34 +575,29 @@ def chains(records: list[Record]) -> dict[tuple, list[Record]]:
 
 
 def check_ranks(records: list[Record]):
-    """Every record beats the one that stood before it in its competition, and says so. No run is a
-    copy of a run of another record with another seed."""
+    """Check that each record beats the record before it, and that no run is a copy of another."""
     check_repeats([run for record in records for run in record.runs])
     for chain in chains(records).values():
         for before, record in pairwise([None, *chain]):
-            with about(f"{record.fields['track']}/{record.folder.name}"):
+            with about(record.label):
                 stood = before.folder.name if before else None
-                agree("it must beat what stood: add it anew", record.fields["beats"], stood)
+                agree("`beats` in record.json (add it again)", record.fields["beats"], stood)
                 if before:
                     check_beats(record, before)
 
 
 def record_folders(root: Path) -> set[Path]:
-    """The folders of all records; Refused if one is in the wrong place."""
+    """Return the folders of all records; refuse a record.json in any other place."""
     folders = {path for track in TRACKS for path in root.glob(f"{track}/*/")}
-    for name, depth in (("record.json", 3), ("run.json", 4)):  # runs need a record
-        for path in sorted(root.rglob(name)):
-            place = path.relative_to(root)
-            right = len(place.parts) == depth
-            if place.parts[0] == "measured":  # what is no record: see README.md there
-                continue
-            need(right, f"{place}: it is not where records are, in TRACK/DATE_NAME")
-            folders.add(path.parents[depth - 3])
+    for path in sorted(root.rglob("record.json")):
+        place = path.parent.relative_to(root)
+        need(len(place.parts) == 2, f"{place}: records are in TRACK/DATE_NAME")
+        folders.add(path.parent)
     return folders
 
 
 def all_valid(root: Path) -> list[Record]:
-    """The records; Refused if one of them is not valid."""
+    """Return all records; refuse if one of them is not valid."""
     pinned = read_json(root / "tokens.json")
     records = [check_record(folder, pinned) for folder in sorted(record_folders(root))]
     check_ranks(records)

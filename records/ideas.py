@@ -1,10 +1,10 @@
-"""What is each idea worth? `tiny` without it, and `plain` with it alone, from several seeds.
+"""Measure the worth of each idea: train `tiny` without it, and `plain` with it as the only idea.
 
-    python records/ideas.py [--seeds N] [--alone N]    # trains what records/ideas.jsonl lacks
+    python records/ideas.py --seeds N    # trains the runs that ideas.jsonl does not have
 
-Prints what is known as a table. A run takes half a minute of two cores: stop it when you like, and
-go on. Losses are those of any machine, but for the last digits; times compare on an idle one only:
-`--times` trains 100 steps of each, beside as many of `tiny`.
+Prints all results as a table. A run takes half a minute on two cores. You can stop the command and
+start it again. Losses are the same on any machine, except for the last digits. Times need an idle
+machine: `--times` trains each variant and `tiny` for 100 steps.
 """
 
 import json
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of train_gpt.py
 
 from train_gpt import IDEAS, PLAIN_HAS, PRESETS, Parser, need, override, report_errors
 
@@ -30,18 +30,18 @@ KEPT = ROOT / "records/ideas.jsonl"
 TINY = PRESETS["tiny"]
 CHANGED = {idea: override(TINY, [f"without={idea}"]) for idea in IDEAS}
 HAS = [idea for idea, cfg in CHANGED.items() if cfg != replace(TINY, without=idea)]
-WITHOUT = "", *HAS, "all"  # `tiny` without these; "all" is `plain`
+WITHOUT = "", *HAS, "all"  # variants: `tiny` without this idea; "all" is `plain`
+ALONE = ["+" + idea for idea in HAS if idea not in PLAIN_HAS]  # variants: `plain` with this idea
 HEADS = "idea", "`tiny` loses without it", "`plain` gains by it alone", "its step, of `tiny`'s"
-ALONE = ["+" + idea for idea in HAS if idea not in PLAIN_HAS]  # `plain` with one
 
 
 def rows() -> list[dict]:
-    """What is known: for a variant and a seed a loss, or the milliseconds of a step."""
+    """Return the results: a loss, or milliseconds per step, for a variant and a seed."""
     return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
 
 
 def train(variant: str, seed: int, *items: str) -> dict:
-    """The run.json of `tiny` without an idea ("": with all), or of "+idea"."""
+    """Train a variant with the settings `items`; return its run.json."""
     others = [x for x in IDEAS if x not in PLAIN_HAS and "+" + x != variant]
     names = others if variant in ALONE else [variant]
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def train(variant: str, seed: int, *items: str) -> dict:
 
 
 def losses(known: list[dict]) -> dict[str, dict[int, float]]:
-    """Variant -> seed -> loss."""
+    """Return {variant: {seed: loss}}."""
     found = {variant: {} for variant in (*WITHOUT, *ALONE)}
     for row in known:
         if "loss" in row:
@@ -64,7 +64,7 @@ def losses(known: list[dict]) -> dict[str, dict[int, float]]:
 
 
 def difference(more: dict[int, float], less: dict[int, float]) -> tuple[float, float]:
-    """(mean difference over the seeds that both have, its standard error); NaN of less than two."""
+    """Return (mean difference over the common seeds, its standard error); NaN below two seeds."""
     apart = [more[seed] - less[seed] for seed in sorted(more.keys() & less.keys())]
     if len(apart) < 2:
         return np.nan, np.nan
@@ -72,7 +72,7 @@ def difference(more: dict[int, float], less: dict[int, float]) -> tuple[float, f
 
 
 def worth(known: list[dict]) -> dict[str, tuple]:
-    """Idea -> (what `tiny` loses without it, what `plain` gains by it alone), each a difference."""
+    """Return {idea: (loss of `tiny` without it, gain of `plain` with it)} as differences."""
     each = losses(known)
     alone = {idea: each.get("+" + idea, {}) for idea in HAS}
     found = {x: (difference(each[x], each[""]), difference(each["all"], alone[x])) for x in HAS}
@@ -80,7 +80,7 @@ def worth(known: list[dict]) -> dict[str, tuple]:
 
 
 def report(known: list[dict]) -> str:
-    """The ideas by what leaving them out costs, in Markdown."""
+    """Return the worth of the ideas as a Markdown table, and the losses of `tiny` and `plain`."""
     times = {row["idea"]: f"{row['ms'] / row['tiny_ms']:.2f}" for row in known if "ms" in row}
     rows = []
     for idea, apart in worth(known).items():
@@ -90,20 +90,19 @@ def report(known: list[dict]) -> str:
     lines = [table(rows)]
     for variant, name in (("", "`tiny`"), ("all", "`plain`")):
         if values := [*losses(known)[variant].values()]:
-            spread = f", spread {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
-            time = f"; its step takes {times[variant]} of `tiny`'s" if variant in times else ""
-            mean = f"{np.mean(values):.4f} in the mean of {len(values)} seeds"
-            lines.append(f"{name} has {mean}{spread}{time}.\n")
+            spread = f", standard deviation {np.std(values, ddof=1):.4f}" if values[1:] else ""
+            lines.append(f"{name}: mean loss {np.mean(values):.4f}, {len(values)} seeds{spread}.\n")
     lines.append(f"`tiny` does not have {', '.join(x for x in IDEAS if x not in HAS)}.")
     return "\n".join(lines)
 
 
 def main(argv=None):
+    """Parse the command line, train the missing runs, print all results."""
     parser = Parser(prog="ideas.py", description=(__doc__ or "").split("\n")[0])
     number = {"type": int, "default": 0, "metavar": "N"}
-    parser.add_argument("--seeds", **number, help="seeds 0 to N-1 of each")
-    parser.add_argument("--alone", **number, help="the same, of ideas alone")
-    parser.add_argument("--times", action="store_true", help="time the steps of each once more")
+    parser.add_argument("--seeds", **number, help="train `tiny` without each idea, seeds 0 to N-1")
+    parser.add_argument("--alone", **number, help="train `plain` with each idea, seeds 0 to N-1")
+    parser.add_argument("--times", action="store_true", help="time the steps of each variant")
     args = parser.parse_args(argv)
     done = {(row["idea"], row["seed"]) for row in rows() if "loss" in row}
     wanted = [(variant, seed) for seed in range(args.seeds) for variant in WITHOUT]
@@ -113,7 +112,7 @@ def main(argv=None):
             if (variant, seed) not in done:
                 row = {"idea": variant, "seed": seed, "loss": train(variant, seed)["val_loss"]}
                 print(json.dumps(row), file=file, flush=True)
-        for variant in WITHOUT[1:] if args.times else ():  # `tiny` beside each: machines change
+        for variant in WITHOUT[1:] if args.times else ():  # with `tiny` each: machine speed varies
             both = [train(x, 0, "steps=100", "val_tokens=4096") for x in ("", variant)]
             tiny, own = (facts["train_time_ms"] / facts["steps"] for facts in both)
             row = {"idea": variant, "seed": 0, "ms": own, "tiny_ms": tiny}

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README; or, with `curves RUN...`, losses of runs."""
+"""Draw the pictures in README.md or, with `curves RUN...`, the losses of runs."""
 
 import contextlib
 import itertools
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
-# Where train_gpt.py is; curves need neither it nor jax.
+# The folder of train_gpt.py; `curves` needs neither train_gpt.py nor jax.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import leaderboard
@@ -23,10 +23,10 @@ AXES = "steps", "tokens", "seconds"
 
 
 class Picture(list):
-    """The elements of an SVG picture, 900 wide; later ones lie in front."""
+    """The elements of an SVG picture with a width of 900; later elements are in front."""
 
     def text(self, x, y, words, color=INK, anchor="middle"):
-        """Write a line whose middle is at `y`."""
+        """Write a line of text, vertically centered at `y`."""
         place = f'x="{x:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}"'
         self.append(f'<text {place} fill="{color}">{words}</text>')
 
@@ -36,7 +36,7 @@ class Picture(list):
         self.append(f'<polyline points="{path}" fill="none" stroke="{color}"{style}/>')
 
     def box(self, x, y, width, height, color, *lines):
-        """Draw a box around lines of text; its left upper corner is at `x`, `y`."""
+        """Draw a box with lines of text; its upper left corner is at `x`, `y`."""
         place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="3" stroke-width="1"'
         border = color if lines else PALE[color]
         self.append(f'<rect {place} fill="{PALE[color]}" stroke="{border}"/>')
@@ -44,7 +44,7 @@ class Picture(list):
             self.text(x + width / 2, y + height / 2 + 13 * (i - (len(lines) - 1) / 2), words, color)
 
     def svg(self, height: int) -> str:
-        """The picture as text."""
+        """Return the picture as text."""
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}"'
         head += ' font-family="Helvetica, Arial, sans-serif" font-size="11.5" stroke-width="2">'
         back = f'<rect width="900" height="{height}" rx="8" fill="white"/>'
@@ -52,7 +52,7 @@ class Picture(list):
 
 
 def draw_run(cfg) -> str:
-    """The run over its steps: what holds in each stage, and what learns when."""
+    """Return a picture of the schedule: settings by stage, and the updates of parameters."""
     import train_gpt as T
 
     table = T.schedule(cfg)
@@ -70,12 +70,12 @@ def draw_run(cfg) -> str:
         if i % 2 == 0:
             picture.box(at(first), 12, at(end) - at(first), 464, GREY)
         picture.text(at(first) + 3, 26, f"{first:,}", GREY, "start")
-    curves = {  # color, values, then a value and its y; 24 upwards is twice as much
-        "tokens a step": (BLUE, [s.batch_tokens for s in stages], 131_072, 102),
-        "documents cut at": (PINK, [s.doc_cap for s in stages], 128, 232),
+    curves = {  # color, values, a value and its y; a doubled value is 24 higher
+        "tokens per step": (BLUE, [s.batch_tokens for s in stages], 131_072, 102),
+        "document cap": (PINK, [s.doc_cap for s in stages], 128, 232),
         "long window": (PURPLE, [s.windows[1] for s in stages], 128, 232),
         "short window": (ORANGE, [s.windows[0] for s in stages], 128, 232),
-        "factor on learning rates": (GREEN, table.hyper.lr, 1, 274),
+        "learning rate factor": (GREEN, table.hyper.lr, 1, 274),
     }
     for words, (color, values, unit, base) in curves.items():
         y = base - 24 * np.log2(np.array(values) / unit)
@@ -85,18 +85,18 @@ def draw_run(cfg) -> str:
             picture.line(color, *zip(at(steps), y[steps], strict=True))
             x, up = (at(first) + 3, 8) if end < cfg.steps else (at(end) + 4, 0)
             picture.text(x, y[first] - up, f"{round(values[first], 2):,}", color, "start")
-    momenta = np.where(table.hyper.fast_weight < 1, ", momentum of two lengths", "")
+    momenta = np.where(table.hyper.fast_weight < 1, ", fast and slow momentum", "")
     waits = np.where(np.arange(cfg.steps) < cfg.table_change, *cfg.table_every)
     tied = np.arange(cfg.steps) <= T.last_tied_step(cfg)
     averaged = np.cumsum(table.hyper.average_rates.any(axis=1)) > 0
     rows = {
         "next tokens to predict": (GREY, [str(n) for n in (table.hyper.weights > 0).sum(1)]),
         "softmax over": (GREY, [f"{n:,} ids" if n else "all ids" for n in table.candidates]),
-        "matrices learn": (BLUE, [f"every step (ANVIL){words}" for words in momenta]),
+        "matrices": (BLUE, [f"every step (ANVIL){words}" for words in momenta]),
         "embedding, head, small": (PURPLE, [f"every {cfg.adam_every} steps (Adam)"] * cfg.steps),
         "value and n-gram tables": (PINK, [f"every {n:.0f} steps (Adam)" for n in waits]),
-        "embedding and head": (GREY, np.where(tied, "are one matrix", "")),
-        "weights are averaged": (GREEN, np.where(averaged, f"last {cfg.tail} steps", "")),
+        "embedding and head": (GREY, np.where(tied, "one matrix", "")),
+        "averages of weights": (GREEN, np.where(averaged, f"last {cfg.tail} steps", "")),
     }
     for y, (words, (color, values)) in zip(range(344, 484, 20), rows.items(), strict=True):
         name(y, words, color)
@@ -108,7 +108,7 @@ def draw_run(cfg) -> str:
 
 
 def draw_model(cfg) -> str:
-    """The model. Dots: what a layer takes in (filled: by weights that each token makes)."""
+    """Return a picture of the model. Dots are inputs of layers (filled: with per-token weights)."""
     last = len(cfg.layers) - 1
     column = 606 / len(cfg.layers)
     picture = Picture()
@@ -120,9 +120,9 @@ def draw_model(cfg) -> str:
     values, x0, ngrams = (cfg.layers_with(what) for what in ("values", "x0", "ngram"))
     late = cfg.layers[-1].reads
     skips = [(i, i - cfg.layers[i].skip) for i in cfg.layers_with("skip")]
-    for words, color, y, source, readers, where, to in (  # of a column; down to this y
+    for words, color, y, source, readers, where, to in (  # position in a column, last y
         (f"{len(values)} value tables", PINK, 138, -1, values, 0.28, 176),
-        ("start of the stream", INK, 50, -1, [last], 0.83, 176),
+        ("initial stream", INK, 50, -1, [last], 0.83, 176),
         *((f"from layer {start}", ORANGE, 72, start, [i], 0.5, 250) for i, start in skips),
         (f"from layer {last - late}", BLUE, 94, last - late, [last], 0.5, 176),
         (f"from layer {last - 1}", INK, 116, last - 1, [last], 0.67, 176),
@@ -150,14 +150,14 @@ def draw_model(cfg) -> str:
         for j in range(layer.mlps):
             picture.line(GREEN, (x, 250), (x, 268))
             picture.box(x - 15, 268 + 27 * j, 30, 22, GREEN, "MLP")
-    picture.box(784, 36, 100, 238, PURPLE, "each token", "mixes these", "(MUDD)")
+    picture.box(784, 36, 100, 238, PURPLE, "per-token", "mixture", "(MUDD)")
     picture.line(INK, (834, 274), (834, 306))
     picture.box(784, 306, 100, 60, GREY, "norm, head,", "capped logits,", "softmax")
     return picture.svg(400)
 
 
 def draw_ideas(worth: dict[str, tuple]) -> str:
-    """What each idea is worth at toy size: bars of mean differences, lines of standard errors."""
+    """Return a picture of the worth of ideas: mean differences (bars), standard errors (lines)."""
     picture = Picture()
     titles = "tiny loses without it", "plain gains by it alone"
     for column, (words, zero) in enumerate(zip(titles, (330, 680), strict=True)):
@@ -180,34 +180,32 @@ def draw_ideas(worth: dict[str, tuple]) -> str:
     return picture.svg(50 + 16 * len(worth))
 
 
-def read_losses(run: str) -> tuple[Path, list[np.ndarray]]:
-    """A run's path; its training and its validation losses, behind steps, tokens and seconds."""
-    path = Path(run).absolute()
+def read_losses(run: str) -> list[np.ndarray]:
+    """Return training and validation losses of a run, as rows (steps, tokens, seconds, loss)."""
+    path = Path(run)
     file = path / "metrics.jsonl" if path.is_dir() else path
     losses = {"train_loss": [], "val_loss": []}
     for line in file.read_bytes().splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, LookupError):  # the last may be half a line
+        with contextlib.suppress(ValueError, TypeError, LookupError):  # the last line may be cut
             row = json.loads(line)
             kind = "val_loss" if "val_loss" in row else "train_loss"
             values = row["step"], row["tokens"], row["train_time_ms"] / 1000, row[kind]
             if np.isfinite(values).all():
                 losses[kind].append(values)
     if not any(losses.values()):
-        print(f"passed over, as it has no losses: {run}", file=sys.stderr)
-    path = file.parent if file.name == "metrics.jsonl" else file
-    return path, [np.array(values).reshape(-1, 4) for values in losses.values()]
+        print(f"skipped, because it has no losses: {run}", file=sys.stderr)
+    return [np.array(values).reshape(-1, 4) for values in losses.values()]
 
 
 def ticks(low, high, least=0.0):
-    """At most nine round numbers from `low` to `high`, `least` or more apart."""
+    """Return up to nine round numbers from `low` to `high`, with steps of at least `least`."""
     steps = np.outer(10.0 ** np.arange(-4, 14), [1, 2, 5]).ravel()
     step = steps[steps >= max((high - low) / 8, least)][0]
     return step * np.arange(np.ceil(low / step), np.floor(high / step) + 1, dtype=int)
 
 
-def draw_curves(runs: dict[Path, list[np.ndarray]], over: str) -> str:
-    """Losses in training (thin; of 200 or more steps the means of neighbours) and in validation
-    (dots). A run's name is the end of its path, as long as it must be to differ from the others."""
+def draw_curves(runs: dict[str, list[np.ndarray]], over: str) -> str:
+    """Return a picture of losses; from 200 steps on, training losses are means of neighbors."""
     column = AXES.index(over)
     rows = np.concatenate([points for losses in runs.values() for points in losses])
     end = rows[:, column].max() or 1
@@ -218,7 +216,7 @@ def draw_curves(runs: dict[Path, list[np.ndarray]], over: str) -> str:
     def at(x, loss):
         return 60 + 820 * x / end, 380 - 344 * (loss - low) / (high - low)
 
-    picture.text(60, 22, "loss in training (thin) and in validation (dots)", GREY, "start")
+    picture.text(60, 22, "training loss (thin) and validation loss (dots)", GREY, "start")
     picture.text(880, 412, over, GREY, "end")
     for x in ticks(0, end, over != "seconds"):
         picture.line(PALE[GREY], at(x, low), at(x, high))
@@ -226,24 +224,23 @@ def draw_curves(runs: dict[Path, list[np.ndarray]], over: str) -> str:
     for y in ticks(low, high):
         picture.line(PALE[GREY], at(0, y), at(end, y))
         picture.text(52, at(0, y)[1], f"{y:,.12g}", GREY, "end")
-    parts = next(n for n in itertools.count(1) if len({x.parts[-n:] for x in runs}) == len(runs))
-    for i, (path, (train, val)) in enumerate(runs.items()):
-        color = (BLUE, ORANGE, GREEN, PURPLE, PINK, INK, GREY)[i % 7]
-        dashes = f' stroke-dasharray="{4 * (i // 7)} 3"' if i > 6 else ""
+    for i, (name, (train, val)) in enumerate(runs.items()):
+        color = f"hsl({360 * i // len(runs)} 75% 40%)"
         groups = len(train) // max(len(train) // 100, 1)
         means = [part.mean(0) for part in np.array_split(train, groups)] if groups else []
         thin, dots = ([at(x[column], x[3]) for x in points] for points in (means, val))
         y = 430 + 18 * i
-        picture.line(color, *thin, style=dashes + ' stroke-width="1" stroke-opacity="0.6"')
-        picture.line(color, *dots, style=dashes)
-        picture.line(color, (60, y), (100, y), style=dashes)
+        picture.line(color, *thin, style=' stroke-width="1" stroke-opacity="0.6"')
+        picture.line(color, *dots)
+        picture.line(color, (60, y), (100, y))
         for x, dot in [*dots, (80, y)]:
             picture.append(f'<circle cx="{x:.1f}" cy="{dot:.1f}" r="3" fill="{color}"/>')
-        picture.text(108, y, escape("/".join(path.parts[-parts:])), INK, "start")
+        picture.text(108, y, escape(name), INK, "start")
     return picture.svg(430 + 18 * len(runs))
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and draw."""
     parser = leaderboard.Parser(prog="pictures.py", description=(__doc__ or "").split("\n")[0])
     options = "RUN... [--over steps|tokens|seconds] [--out FILE.svg]: draw losses of runs"
     curves = parser.add_subparsers(dest="do").add_parser("curves", help=options)
@@ -251,25 +248,26 @@ def main(argv: list[str] | None = None) -> None:
     curves.add_argument("--over", choices=AXES, default="steps")
     curves.add_argument("--out", default="curves.svg", metavar="FILE.svg")
     args = parser.parse_args(argv)
+    if args.do != "curves":
+        import ideas
+
+        import train_gpt as T
+
+        for name, draw in (("run", draw_run), ("model", draw_model)):
+            (HERE / f"pictures/{name}.svg").write_text(draw(T.PRESETS["speedrun"]))
+        (HERE / "pictures/ideas.svg").write_text(draw_ideas(ideas.worth(ideas.rows())))
+        return
+    if not args.out.endswith(".svg"):
+        parser.error("--out: the picture is in SVG format, so name a FILE.svg")
+    found = {run: read_losses(run) for run in args.runs}
+    found = {run: losses for run, losses in found.items() if any(map(len, losses))}
+    if not found:  # a run may have ended before its first step
+        parser.error(f"no losses in {' '.join(args.runs)}: name runs, such as logs/*")
     try:
-        if args.do != "curves":
-            import ideas
-
-            import train_gpt as T
-
-            for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
-                (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
-            (HERE / "pictures/ideas.svg").write_text(draw_ideas(ideas.worth(ideas.rows())))
-            return
-        if not args.out.endswith(".svg"):
-            parser.error("--out: what is drawn is an SVG picture, so name a FILE.svg")
-        found = dict(run for run in map(read_losses, args.runs) if any(map(len, run[1])))
-        if not found:  # other runs may have ended before their first step
-            parser.error(f"no losses in {' '.join(args.runs)}: name runs, such as logs/*")
         Path(args.out).write_text(draw_curves(found, args.over), "utf-8", "replace")
-        print(f"wrote {Path(args.out).absolute()}")
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
+    print(f"wrote {Path(args.out).absolute()}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""The validation loss of a run, computed again from its last checkpoint with this train_gpt.py.
+"""Compute the validation loss of a run's checkpoint with this train_gpt.py.
 
-    python records/recheck.py RUN.json                           # bytes that a checkpoint takes
-    python records/recheck.py RUN.json CHECKPOINT [--data DIR]   # the loss
+    python records/recheck.py RUN.json CHECKPOINT [--data DIR]
 
-`leaderboard.py reproduce` runs it, so that the loss does not depend on what a submitted source
-reports. Config and hashes come from RUN.json, the run.json of a checked record. A config that this
-train_gpt.py cannot read is refused, and a checkpoint with other parameters.
+`leaderboard.py reproduce` uses it, because a submitted source could report a wrong loss. The config
+and the hashes of the shards are from RUN.json, the run.json of a checked record. A config that this
+train_gpt.py cannot read is refused, and so is a checkpoint with other parameters.
 """
 
 import dataclasses
@@ -15,34 +14,29 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of train_gpt.py
 
-import train_gpt as T  # first: it reports in one line that jax is missing
+import train_gpt as T  # first, because it reports in one line that jax is missing
 
 # isort: split
 
-import jax
 from sample import load
 
 
 def recorded_config(facts: dict, data: str | None) -> T.Config:
-    """The config in run.json, with the shards in the folder `data` or in their usual one."""
+    """Return the config in run.json, with the shards in `data` or in their default folder."""
     fields = {field.name for field in dataclasses.fields(T.Config)}
     other = "its config has other fields than Config in this train_gpt.py"
     T.need(facts["config"].keys() == fields, other)
-    usual = T.PRESETS["tiny"].data if facts["config"]["encoding"] == "bpe" else T.Config.data
-    return T.validate(T.typed(T.Config, facts["config"] | {"data": data or usual, "start": ""}))
-
-
-def checkpoint_bytes(cfg: T.Config) -> int:
-    """Bytes of the whole training state."""
-    _, mesh = T.make_mesh(dataclasses.replace(cfg, devices=1))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(T.abstract_state(cfg, mesh)))
+    default = T.PRESETS["tiny"].data if facts["config"]["encoding"] == "bpe" else T.Config.data
+    return T.validate(T.typed(T.Config, facts["config"] | {"data": data or default, "start": ""}))
 
 
 def validation_loss(cfg: T.Config, checkpoint: Path, shards: dict) -> float:
-    """The loss of the parameters in a checkpoint. `shards`: what the record's run.json has of the
-    shards that it read; the validation shard must be the same."""
+    """Return the validation loss of a checkpoint.
+
+    `shards` has the shards in the record's run.json; the validation shard must be the same.
+    """
     T.need(checkpoint.is_dir(), f"there is no {checkpoint}")
     folder = T.data_place(cfg.data)
     stream = T.TokenStream(folder, "val", cfg.bos)
@@ -61,17 +55,14 @@ def validation_loss(cfg: T.Config, checkpoint: Path, shards: dict) -> float:
 
 
 def main(argv=None):
+    """Parse the command line and print the loss."""
     parser = T.Parser(prog="recheck.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run_json", metavar="RUN.json", type=Path)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, nargs="?")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     parser.add_argument("--data", metavar="DIR", help="folder with the token shards")
     args = parser.parse_args(argv)
     facts = json.loads(args.run_json.read_text())
-    cfg = recorded_config(facts, args.data)
-    if args.checkpoint:
-        print(validation_loss(cfg, args.checkpoint, facts["data"]))
-    else:
-        print(checkpoint_bytes(cfg))
+    print(validation_loss(recorded_config(facts, args.data), args.checkpoint, facts["data"]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Copies of runs without names of people and machines, and without secrets: records are public.
+"""Copy runs without private data, because records are public.
 
-Home folders, user names in paths, hosts and secrets, also in URLs, are replaced by markers such as
-<redacted:home>, in run.json and log.txt alike, so a copy is as consistent as its run. The source at
-the head of log.txt is not changed, because its hash is checked.
+Markers such as <redacted:home> replace home folders, user names in paths, hosts and secrets, also
+in URLs. run.json and log.txt change in the same way, so the copy is still consistent. The source in
+log.txt does not change, because its hash is checked.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import re
 import shutil
 from pathlib import Path
 
-RULE = re.compile(r"^={100}\n", re.M)  # after the source in log.txt
-END = r"(?=[/\s:;,'\"]|$)"  # of a part of a path
+from checks import RULE, need
+
+END = r"(?=[/\s:;,'\"]|$)"  # end of a part of a path
 HOME = rf"/(?:home|Users)/([^/\s:;,'\"]+)|/root{END}"
-# Variables of the environment, by their names.
-SECRET = re.compile("TOKEN|KEY|SECRET|PASS|AUTH|CRED", re.I)
-HOST = re.compile("HOSTNAME|ADDRESS", re.I)
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS|AUTH|CRED", re.I)  # in names of variables
+HOST = re.compile("HOSTNAME|ADDRESS", re.I)  # in names of variables
 MARKER = "<redacted:"
 LOGIN = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")  # USER:PASSWORD in a URL
 PLACE = re.compile(r"[a-z]+://[^\s'\",]+|(?<![\w.:/>-])/[\w.-][^\s'\",:;]*")  # URL or absolute path
@@ -25,13 +25,10 @@ COORDINATOR = re.compile(r"(--coordinator[= ]+)\S+")
 
 
 class Redactor:
-    """Redacts the fields of run.json and the lines of log.txt of one run.
-
-    facts: run.json. log: log.txt without the source; a resumed run has other commands there.
-    """
+    """Redacts the fields of run.json and the lines of log.txt (without the source) of one run."""
 
     def __init__(self, facts: dict, log: str):
-        self.kinds = set()  # of what has been replaced
+        self.kinds = set()  # kinds of the replaced text
         own = str(Path.home())
         homes = HOME if own == "/" else f"{HOME}|{re.escape(own)}{END}"
         self.homes = re.compile(homes)
@@ -43,24 +40,24 @@ class Redactor:
         self.users = re.compile(f"(?<=/)({names}){END}") if names else None
 
     def marker(self, kind: str) -> str:
-        """What replaces something of this kind."""
+        """Return the marker of this kind of text."""
         self.kinds.add(kind)
-        return f"<redacted:{kind}>"
+        return f"{MARKER}{kind}>"
 
     def text(self, text: str) -> str:
-        """A text without home folders, user names, and logins in URLs."""
+        """Redact home folders, user names, and logins in URLs."""
         text = LOGIN.sub(lambda _: self.marker("secret"), text)
         text = self.homes.sub(lambda _: self.marker("home"), text)
         return self.users.sub(lambda _: self.marker("user"), text) if self.users else text
 
     def variable(self, name: str, value: str) -> str:
-        """The value of a variable of the environment."""
+        """Redact the value of an environment variable."""
         if SECRET.search(name):
             return self.marker("secret")
         return self.marker("host") if HOST.search(name) else self.text(value)
 
     def field(self, name: str, value):
-        """The value of a field of run.json, or of a part of one."""
+        """Redact a field of run.json, or a part of a field."""
         if name == "command":
             hidden = COORDINATOR.sub(lambda match: match[1] + self.marker("host"), value)
             return self.text(hidden)
@@ -73,8 +70,7 @@ class Redactor:
         return self.text(value) if isinstance(value, str) else value
 
     def line(self, line: str) -> str:
-        """A line of log.txt behind the source: many are NAME: FIELD. If there is nothing to redact
-        in the field, the line is as it was."""
+        """Redact a line of log.txt, such as NAME: FIELD of run.json."""
         name, colon, value = line.partition(": ")
         if name == "command":
             return f"{name}{colon}{self.field(name, value)}"
@@ -86,18 +82,16 @@ class Redactor:
         return line if redacted == value else f"{name}{colon}{json.dumps(redacted)}"
 
 
-def read_texts(run_dir: Path) -> tuple[dict, str, str]:
-    """(run.json, the source in log.txt, the rest of log.txt)."""
+def copy_redacted(run_dir: Path, copy: Path) -> tuple[set[str], set[str]]:
+    """Copy a run; return (kinds of the replaced text, absolute paths and URLs in the copy)."""
     facts = json.loads((run_dir / "run.json").read_text("utf-8"))
     log = (run_dir / "log.txt").read_bytes().decode()
     end = RULE.search(log).start()
-    return facts, log[:end], log[end:]
-
-
-def copy_redacted(run_dir: Path, copy: Path) -> tuple[set[str], set[str]]:
-    """Copy the files of a run that a record has; returns the kinds of what was replaced, and the
-    absolute paths and URLs that the copy still has, for its owner to look at."""
-    facts, source, log = read_texts(run_dir)
+    source, log = log[:end], log[end:]
+    is_original = MARKER not in f"{json.dumps(facts)}{log}"
+    need(
+        is_original, f"{run_dir.name} has a {MARKER}...> in it: name the original runs, not copies"
+    )
     redactor = Redactor(facts, log)
     new = {name: redactor.field(name, value) for name, value in facts.items()}
     copy.mkdir()

@@ -1,6 +1,6 @@
-"""A sandbox for submitted sources: only some folders can be written, and there is no network.
+"""A sandbox for submitted sources, without a network and with few writable folders.
 
-`leaderboard.py reproduce --sandbox` runs bubblewrap (bwrap), or docker if there is no bwrap.
+`leaderboard.py reproduce --sandbox` uses bubblewrap (bwrap), or docker if bwrap is not installed.
 """
 
 import functools
@@ -15,17 +15,16 @@ from pathlib import Path
 from checks import Refused
 
 DEVICES = "/dev/nvidia*", "/dev/accel*", "/dev/vfio/*", "/dev/dri/*"  # accelerators
-SOCKETS = "/tmp/ssh-*", "/tmp/.X11-unix"  # folders with sockets of other programs; /run is hidden
+SOCKETS = "/tmp/ssh-*", "/tmp/.X11-unix"  # sockets of other programs outside /run
 
 
 def found(patterns: tuple[str, ...]) -> list[str]:
-    """The paths that match one of these patterns."""
+    """Return the paths that match one of the patterns."""
     return sorted(path for pattern in patterns for path in glob.glob(pattern))
 
 
 def in_bubblewrap(home: Path, writable: list[Path], command: list[str], names) -> list[str]:
-    """The command line that runs a command in the folder `home` by bwrap, with all variables of the
-    environment."""
+    """Return a bwrap command that runs `command` in the folder `home`."""
     words = (
         "bwrap --die-with-parent --new-session --unshare-net --unshare-pid --unshare-ipc".split()
     )
@@ -38,8 +37,10 @@ def in_bubblewrap(home: Path, writable: list[Path], command: list[str], names) -
 
 
 def in_docker(home: Path, writable: list[Path], command: list[str], names) -> list[str]:
-    """The same by docker, with the variables of these names: in an image without files, into which
-    this machine's folders are mounted."""
+    """Return a docker command that runs `command`, with the environment variables `names`.
+
+    The image is empty; the folders of this machine are mounted into it.
+    """
     words = "docker run --rm --init --network none --read-only --cap-drop ALL".split()
     words += ["--security-opt", "no-new-privileges", "--user", f"{os.getuid()}:{os.getgid()}"]
     for path in sorted(Path("/").iterdir()):
@@ -61,10 +62,9 @@ def in_docker(home: Path, writable: list[Path], command: list[str], names) -> li
 
 
 def sandbox(home: Path, writable: list[Path]) -> Callable:
-    """A function (command, names of variables) -> the command that runs it in a sandbox, in the
-    folder `home`; Refused if this machine has none."""
+    """Return a function (command, names of variables) -> command in a sandbox, run in `home`."""
     boxes = {"bwrap": in_bubblewrap, "docker": in_docker}
     for program, box in boxes.items():
         if sys.platform == "linux" and shutil.which(program):
             return functools.partial(box, home, writable)
-    raise Refused("--sandbox needs Linux and bubblewrap (bwrap) or docker: install one of them")
+    raise Refused("--sandbox needs Linux and bubblewrap (bwrap) or docker: install bwrap or docker")

@@ -1,4 +1,4 @@
-"""records/ideas.py: which runs it makes, what it keeps, what it says."""
+"""records/ideas.py: its runs, its results, its report."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from train_gpt import IDEAS, PLAIN_HAS, PRESETS, override
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """The runs that it makes, (variant, seed, --set ...); some seeds have worse luck."""
+    """A list of the runs, (variant, seed, --set ...), whose losses depend on the seed."""
     runs = []
 
     def train(variant, seed, *items):
@@ -24,7 +24,7 @@ def made(tmp_path, monkeypatch):
     return runs
 
 
-def test_it_trains_what_is_not_known_yet_seed_by_seed(made, capsys):
+def test_it_trains_missing_runs_seed_by_seed(made, capsys):
     lacking = "packing", "ahead", "prefix", "candidates", "pointer"
     has = [x for x in IDEAS if x not in lacking]
     every = ["", *has, "all"]
@@ -36,24 +36,24 @@ def test_it_trains_what_is_not_known_yet_seed_by_seed(made, capsys):
     alone = ["+" + x for x in has if x not in PLAIN_HAS]
     assert made[2 * len(every) - 1 :] == [(x, seed) for seed in (0, 1) for x in alone]
     table = capsys.readouterr().out.splitlines()
-    # Of each seed, so that what a seed's luck does to both is not in the error.
+    # Differences are per seed, so the error does not contain the effect of the seed on both runs.
     assert table[2] == "| mudd | +0.5500 ± 0.0500 | +0.2500 ± 0.0000 |  |"
     assert "| muon | nothing |  |  |" in table
     assert "`tiny` does not have packing, ahead, prefix, candidates, pointer." in table
-    assert "`plain` has 4.5500 in the mean of 2 seeds, spread 0.0707." in table
+    assert "`plain`: mean loss 4.5500, 2 seeds, standard deviation 0.0707." in table
     made.clear()
     ideas.main(["--seeds", "2", "--alone", "2", "--times"])
     assert [x for x, *_ in made] == [y for x in every[1:] for y in ("", x)]
     assert "steps=100" in made[0] and "| 1.00 |" in capsys.readouterr().out
 
 
-def test_one_seed_says_nothing(made, capsys):
+def test_one_seed_has_no_error(made, capsys):
     ideas.main(["--seeds", "1"])
     assert "±" not in capsys.readouterr().out
 
 
 def test_an_idea_alone_leaves_out_all_others_of_the_record(monkeypatch):
-    """Of those that `plain` has, none."""
+    """The ideas that `plain` has stay on."""
     commands = []
     monkeypatch.setattr(ideas.subprocess, "run", lambda command, **_: commands.append(command))
     with pytest.raises(AttributeError):  # there is no result

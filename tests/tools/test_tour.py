@@ -1,4 +1,4 @@
-"""records/tour.py: lines add up, what they assign has the right shapes, pages hold together."""
+"""records/tour.py: sums of costs, shapes of assigned arrays, links and bars of the page."""
 
 import functools
 import json
@@ -25,47 +25,48 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chr
 
 
 @functools.cache
-def step_of(preset: str, *settings: str, chip: str = "") -> tuple[C.Step, dict]:
-    """A step of a preset, and what its lines cost."""
-    step = C.Step.of(T.override(T.PRESETS[preset], [*settings]), chip=chip)
+def step_of(preset: str, *settings: str) -> tuple[C.Step, dict]:
+    """Return a step of a preset, and the costs of its lines."""
+    step = C.Step.of(T.override(T.PRESETS[preset], [*settings]))
     return step, step.costs()
 
 
 def lines_with(code: str) -> list[int]:
-    """The lines of train_gpt.py that have this code."""
+    """Return the lines of train_gpt.py that contain this code."""
     return [i for i, line in enumerate(tour.LINES, 1) if code in line]
+
+
+# flops_per_token counts the matrix products of these functions.
+FORMULA = "attention", "mlp", "chunk_losses", "token_losses", "logit_gradients", "pointer_inputs"
+
+
+def by_formula(costs: dict[int, C.Cost]) -> tuple[Counter, Counter]:
+    """Return the FLOPs in FORMULA by kind, and the other FLOPs by function."""
+    counted, left_out = Counter(), Counter()
+    for line, cost in costs.items():
+        owner = C.OWNER.get(line, "no line")
+        for kind, flops in cost.flops.items():
+            if owner in FORMULA and kind != "recomputed":
+                counted[kind] += flops
+            elif flops:
+                left_out[f"{owner}, {kind}" if kind == "recomputed" else owner] += flops
+    return counted, left_out
 
 
 @pytest.mark.parametrize("preset", mostly_slow(["plain", "tiny", "speedrun", "pointer"], PRESETS))
 def test_lines_add_up_to_flops_per_token(preset):
     step, costs = step_of(preset)
-    counted, left_out = C.by_formula(costs)
+    counted, left_out = by_formula(costs)
     said = T.flops_per_token(step.cfg, step.number) * step.stage.batch_tokens
-    within = 1e-5 if preset == "pointer" else 1e-12  # the sink has a product of its own
+    within = 1e-5 if preset == "pointer" else 1e-12  # the sink has its own product
     assert counted["forward"] == pytest.approx(said / 3, rel=within)
     assert counted["gradient"] == pytest.approx(said * 2 / 3, rel=within)
-    small = {"small_mlp", "gate"} if preset != "plain" else {"chunk_losses, again"}
-    large = {"attend_band, again"} if preset in T.LARGE else set()
-    large |= {"pointer_scores", "pointer_scores, again"} if preset == "pointer" else set()
+    small = {"small_mlp", "gate"} if preset != "plain" else {"chunk_losses, recomputed"}
+    large = {"attend_band, recomputed"} if preset in T.LARGE else set()
+    large |= {"pointer_scores", "pointer_scores, recomputed"} if preset == "pointer" else set()
     assert {*left_out} == {"attend_band", "orthogonalize"} | small | large
     flops, _, _ = C.sums(costs)
     assert flops == counted.total() + left_out.total()
-
-
-def test_kernels_have_their_own_count():
-    """Instead of the plain forms, at their lines: what a core multiplies, at every place of the
-    grid. It is more than what the plain form does, as tiles are not cut at windows."""
-    settings = "width=256", "stages.0.row_tokens=256", "stages.0.batch_tokens=2048"
-    found = []
-    for chip in ("", "TPU v6 lite"):
-        step, costs = step_of("tiny", *settings, chip=chip)
-        counted, left_out = C.by_formula(costs)
-        said = T.flops_per_token(step.cfg, step.number) * step.stage.batch_tokens
-        assert counted.total() == pytest.approx(said, rel=1e-12)
-        found.append(left_out)
-    plain, with_kernels = found
-    assert with_kernels["attend_band"] == plain["times"] == plain["attend_tpu"] == 0
-    assert with_kernels["attend_tpu"] + with_kernels["times"] > plain["attend_band"] > 0
 
 
 def test_how_often_a_line_runs():
@@ -78,52 +79,15 @@ def test_how_often_a_line_runs():
     assert costs[line].flops == {"forward": one_way, "gradient": 2 * one_way}
 
 
-def test_shapes_of_what_lines_assign():
-    cfg = T.override(T.PRESETS["plain"], ["devices=4"])
-    with C.Watch(cfg) as watch:
-        step = C.Step.of(cfg)
-        watch.sizes |= {"b": 2, "t": 128}
-        step.costs()
+def test_shapes_of_assigned_arrays():
+    with C.Watch() as watch:
+        C.Step.of(T.override(T.PRESETS["plain"], ["devices=4"])).costs()
     (line,) = lines_with("q, k = rope(q, cos, sin)")
-    assert [*watch.seen[line]] == [f"{x} f32 [b t n h] 2×128×2×64, 131 kB" for x in "qk"]
+    assert [*watch.seen[line]] == [f"{x} f32 2×128×2×64, 131 kB" for x in "qk"]
     (line,) = lines_with("hidden_btf = activation(")
-    assert [*watch.seen[line]] == ["hidden_btf f32 [b t f] 2×128×256, 262 kB"]
+    assert [*watch.seen[line]] == ["hidden_btf f32 2×128×256, 262 kB"]
     (line,) = lines_with("return model.kernels.attend(heads, qkv, inputs) @ w_o.T")
-    assert [*watch.seen[line]] == ["returns f32 [b t d] 2×128×128, 131 kB"]
-
-
-@pytest.mark.parametrize(
-    "name,shape,letters",
-    [
-        ("x_btd", (1, 4, 8), "b t d"),
-        ("x", (1, 4, 8), "b t d"),
-        ("x", (2, 4, 8), "2 t d"),
-        ("up", (16, 8), "f d"),
-        ("scores", (2, 6, 5), "2 6 5"),
-        ("counts", (1, 1), "1 1"),
-        ("mask", (4, 2, 4), "4 2 t"),
-        ("w", (8, 8), "d d"),
-    ],
-)
-def test_letters_of_shapes(name, shape, letters):
-    assert C.in_letters(name, shape, {"b": 1, "t": 4, "d": 8, "f": 16, "h": 6}) == letters
-
-
-def test_an_idea_has_its_lines_and_its_share(monkeypatch):
-    rows = {row[4].strip("`"): row for row in tour.idea_rows()}
-    chosen = ["without=mudd", "without=averages", "without=pointer"]
-    monkeypatch.setattr(tour, "idea_rows", lambda: [rows[x] for x in chosen])
-    step, costs = step_of("tiny")
-    mudd, averages, pointer = tour.ideas(T.PRESETS["tiny"], step, costs, "")
-    assert {C.OWNER[line] for line in mudd.lines} >= {
-        "mudd_layer",
-        "mudd_mix",
-        "mudd_values",
-        "forward",
-    }
-    assert all(0 < more < 0.5 for more in mudd.more)
-    assert averages.more[0] == 0 < averages.more[1], "no matrix products, but bytes"
-    assert pointer.more is None and pointer.lines == []
+    assert [*watch.seen[line]] == ["returns f32 2×128×128, 131 kB"]
 
 
 def test_a_page_by_the_command(tmp_path, monkeypatch, capsys):
@@ -132,19 +96,17 @@ def test_a_page_by_the_command(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "wrote adam.html\n"
     page = Path("adam.html").read_text()
     assert len(page) < 10**6 and "(programs adam;" in page
-    for kernel in PLAIN_NAMES:  # its link goes to the plain function that the step uses for it
+    for kernel in PLAIN_NAMES:  # its link leads to the plain function that the step uses
         assert f"kernels.<a href=#L{tour.DEFINED[PLAIN_NAMES[kernel]]}>{kernel}</a>" in page
     holds_together(page)
 
 
 @functools.cache
 def page_of(preset: str) -> str:
-    """The page of a preset, with the first row of the table of ideas."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    """Return the page of a preset."""
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "page.html")
-        first = tour.idea_rows()[:1]
-        patch.setattr(tour, "idea_rows", lambda: first)
-        assert tour.main([preset, "--ideas", "--out", str(path)]) == 0
+        assert tour.main([preset, "--out", str(path)]) == 0
         return path.read_text()
 
 
@@ -154,11 +116,10 @@ def test_the_page_of_a_whole_step(preset):
     assert len(page.encode()) < 10**6
     holds_together(page)
     assert {"f", "b"} <= {*re.findall(r"<u class=(\w) ", page)}
-    assert page.count("<button data-idea=") == 1
 
 
 def test_the_ten_most_expensive_lines_are_at_the_top():
-    """By the sum of their shares, with the code that they have in the file."""
+    """Sorted by the sums of their shares, with their code."""
     step, costs = step_of("tiny")
     flops, size, _ = C.sums(costs)
     sums = {line: x.flops.total() / flops + x.bytes.total() / size for line, x in costs.items()}
@@ -187,24 +148,22 @@ class Elements(HTMLParser):
 
 
 def test_text_makes_no_elements_of_the_page(monkeypatch):
-    """Such as the dtype of a random key, the name of a function, of a section and of a device."""
+    """Such as the dtype of a random key, and the names of sections and devices."""
     step, costs = step_of("plain")
     (line,) = lines_with("hidden_btf = activation(")
     (head,) = lines_with("# ---- Loader: ")
     lines = [*tour.LINES[: head - 1], "# ---- Loader: <x0> ----", *tour.LINES[head:]]
     monkeypatch.setattr(tour, "LINES", lines)
-    monkeypatch.setattr(C, "by_formula", lambda _: (Counter(gradient=1), Counter({"<x1>": 1})))
-    watch = SimpleNamespace(seen={line: ["key key<x2> [1]"]}, ran={head + 3})
-    page = Elements(tour.Page(step, costs, watch).html([], "2 x <x3>"))
-    assert all(f"<x{i}>" in page.text for i in range(4))
+    watch = SimpleNamespace(seen={line: ["key key<x1>"]}, ran={head + 3})
+    page = Elements(tour.Page(step, costs, watch).html("2 x <x2>"))
+    assert all(f"<x{i}>" in page.text for i in range(3))
     assert not {name for name in page.names if re.match(r"x\d", name)}
 
 
 @pytest.mark.parametrize(
     "options,says",
     [
-        (["--program", "nosuch"], "--program nosuch: there are grads0, anvil, adam"),
-        (["--program", "adam", "--ideas"], "leave out --program"),
+        (["--program", "nosuch"], "--program nosuch: use one of grads0, anvil, adam"),
         (
             ["--program", "adam", "--bench", "nosuch"],
             "no nosuch/lines.json: python",
@@ -212,14 +171,14 @@ def test_text_makes_no_elements_of_the_page(monkeypatch):
         (["--program", "adam", "--out", "nosuch/adam.html"], "nosuch/adam.html"),
     ],
 )
-def test_what_is_refused(options, says, tmp_path, monkeypatch, capsys):
+def test_refusals(options, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert tour.main(["plain", *options]) == 2
     assert says in capsys.readouterr().err
 
 
 def holds_together(page: str):
-    """Every link has its target, and the bars of each kind add up to all."""
+    """Check that every link has a target, and that the bars of each kind add up to 100%."""
     places = re.findall(r" id=(L\d+)", page)
     assert len(places) == len({*places}) > 500
     assert {*re.findall(r"href=#(\w+)", page)} <= {*places}
@@ -231,10 +190,6 @@ def holds_together(page: str):
     assert all(math.isclose(x, 100, abs_tol=0.05) for x in bars.values()), bars
 
 
-def test_stops_are_functions():
-    assert {*tour.STOPS.split()} <= {*tour.DEFINED}
-
-
 CHECK = """<script>
 const found = {links: 0, lost: 0, bars: {f: 0, b: 0, t: 0}}
 for (const link of document.querySelectorAll("a[href^='#']")) {
@@ -243,10 +198,8 @@ for (const link of document.querySelectorAll("a[href^='#']")) {
 }
 for (const bar of document.querySelectorAll("u[style]"))
   found.bars[bar.className] += parseFloat(bar.style.width)
-document.querySelector("button").click()
-found.out = document.querySelectorAll(".out").length
 found.wide = document.documentElement.scrollWidth - innerWidth
-const folded = document.querySelector("details b")
+const folded = document.querySelector("details")
 location.hash = folded.id
 unfold()
 found.open = folded.closest("details").open
@@ -269,4 +222,4 @@ def test_in_a_browser(tmp_path, width):
     assert found["errors"] == [] and found["lost"] == 0 < found["links"]
     assert all(abs(x - 100) < 0.05 for x in found["bars"].values() if x), found
     assert found["bars"]["f"] and found["bars"]["b"]
-    assert found["out"] and found["open"] and found["wide"] <= 0
+    assert found["open"] and found["wide"] <= 0
