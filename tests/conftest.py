@@ -79,6 +79,21 @@ def program_cache():
     reset_cache()
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """Return a function that replaces the devices of this machine (see fake_devices)."""
+    from programs import FakeMesh, fake_devices  # it imports this file
+
+    def replace_devices(*kinds, **options):
+        devices = fake_devices(*kinds, **options)
+        monkeypatch.setattr(T, "all_devices", lambda: devices)
+        monkeypatch.setattr(T, "Mesh", FakeMesh)
+        monkeypatch.setattr(jax, "default_backend", lambda: devices[0].platform)
+        return devices
+
+    return replace_devices
+
+
 BOS = 96  # of the small vocabulary
 
 

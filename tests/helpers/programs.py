@@ -5,6 +5,7 @@ import functools
 import importlib.util
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -127,8 +128,32 @@ def key(cfg: T.Config, devices: int):
 
 
 def mesh_of(devices: int):
-    """A mesh of the first devices, whatever rows they will share."""
+    """Return a mesh of the first devices, in any number."""
     return jax.sharding.Mesh(np.array(jax.devices()[:devices]), (T.AXIS,))
+
+
+def fake_devices(*kinds: str, capability="9.0") -> list:
+    """Return a device for each "KIND:GIB". Kinds that begin with TPU are TPUs, all others GPUs."""
+    devices = []
+    for kind in kinds:
+        name, _, gib = kind.partition(":")
+        stats = {"bytes_limit": float(gib or 1) * 2**30}
+        fields = {"device_kind": name, "process_index": 0, "compute_capability": capability}
+        fields["platform"] = "tpu" if name.startswith("TPU") else "gpu"
+        devices.append(SimpleNamespace(**fields, memory_stats=lambda stats=stats: stats))
+    return devices
+
+
+class FakeMesh:
+    """A mesh of CPUs that reports other devices. Memory can be estimated with it."""
+
+    def __init__(self, devices, axes=None):
+        self.mesh = mesh_of(len(devices))
+        self.local_devices = [*devices]
+        self.devices = SimpleNamespace(flat=[*devices])
+
+    def __getattr__(self, name):
+        return getattr(self.mesh, name)
 
 
 def programs_of(cfg: T.Config, devices: int) -> dict:

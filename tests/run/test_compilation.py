@@ -14,7 +14,16 @@ import jax
 import preflight
 import pytest
 from conftest import ROOT
-from programs import CFG, by_name, mesh_of, named, programs_of, quick_compilation
+from programs import (
+    CFG,
+    FakeMesh,
+    by_name,
+    fake_devices,
+    mesh_of,
+    named,
+    programs_of,
+    quick_compilation,
+)
 from training import BRIEF
 
 import train_gpt as T
@@ -34,16 +43,13 @@ class Compiled:
         return self.memory
 
 
-class Mesh:
-    """A mesh whose devices say that they have `limit` bytes."""
+class Mesh(FakeMesh):
+    """A mesh of CPUs that report `limit` bytes of memory."""
 
     def __init__(self, devices, limit):
-        self.mesh = mesh_of(devices)
+        super().__init__(jax.devices()[:devices])
         stats = None if limit is None else {"bytes_limit": limit}
         self.local_devices = [SimpleNamespace(memory_stats=lambda: stats)]
-
-    def __getattr__(self, name):
-        return getattr(self.mesh, name)
 
 
 def compiled_with(monkeypatch, cfg, devices, limit, peak=0, say=lambda line: None):
@@ -59,127 +65,106 @@ def compiled_with(monkeypatch, cfg, devices, limit, peak=0, say=lambda line: Non
         return str(error), made
 
 
-def kind_of(devices: int, limit: float, platform: str, capability="9.0"):
-    """A mesh of devices that are not here, for questions about memory."""
-    mesh = Mesh(devices, limit)
-    mesh.devices = SimpleNamespace(
-        flat=[SimpleNamespace(platform=platform, device_kind="", compute_capability=capability)]
-    )
-    return mesh
+# ---- Before compiling: the estimate ------------------------------------------------------------
 
 
-def refused(monkeypatch, cfg, mesh) -> str:
-    """What check_memory says of a run that does not fit."""
-    plain = mesh.mesh
-    monkeypatch.setattr(T, "programs", lambda cfg, mesh, *_, real=T.programs: real(cfg, plain, *_))
+def refused(cfg, mesh) -> str:
+    """Return the error of check_memory for a run that does not fit."""
     with pytest.raises(T.UserError) as error:
         T.check_memory(cfg, mesh)
     return str(error.value)
 
 
-# GiB of a device, what compilers for it said of the largest program with all that lies beside it,
-# less the n-gram table.
-CHIPS = [
-    ("tpu", 1, 31.25, 21.8, "grads3"),
-    ("tpu", 8, 15.75, 11.9, "grads3"),
-    ("gpu", 1, 59.3, 24.7, "grads3"),
-]
-
-
-@pytest.mark.parametrize("platform, devices, limit, beside, name", CHIPS)
-def test_the_rows_that_a_refusal_names_fit_and_few_more_would(
-    monkeypatch, platform, devices, limit, beside, name
-):
-    """By what was compiled, with 2 GiB to spare and at most 1.2 GiB left over; other settings make
-    room for more."""
-    mesh = kind_of(devices, limit * GIB, platform)
-    line = refused(monkeypatch, RECORD, mesh)
-    form = rf"{name} needs [\d.]+ GiB of the {limit:.1f} GiB of a device, 2.0 of which must stay"
-    setting = re.fullmatch(form + r" free: add --set (ngram_rows=\d+), or use more devices", line)[
-        1
-    ]
-    fits = T.override(RECORD, [setting])
-    table = fits.ngram_rows * (2 * 768 + 4) / devices / GIB
-    assert 0 <= limit - 2 - beside - table <= 1.2
-    T.check_memory(fits, mesh)
-    line = refused(monkeypatch, replace(fits, ngram_rows=fits.ngram_rows + 2**16), mesh)
-    assert f"--set {setting}, or" in line
-
-
-VALIDATION, AGAIN = "val_row val_batch", "recompute rows_at_once"
-
-
-@pytest.mark.parametrize(
-    "limit, settings",
-    [
-        (59.3, "ngram_rows"),  # H100
-        (29.6, "ngram_rows"),  # A100 of 40 GB
-        (23.5, f"ngram_rows {VALIDATION} {AGAIN}"),  # RTX 5090
-        (17.7, f"ngram_rows {VALIDATION} {AGAIN} table_every"),  # RTX 4090
-        (16.5, f"ngram_rows {VALIDATION} {AGAIN} table_every micro_tokens"),  # L4
-        (10.9, f"without {AGAIN} table_every micro_tokens {VALIDATION}"),  # as a T4 with kernels
-    ],
-)
-def test_a_refusal_names_what_fits_and_has_the_most_ngrams(monkeypatch, limit, settings):
-    mesh = kind_of(1, limit * GIB, "gpu")
-    line = refused(monkeypatch, RECORD, mesh)
-    items = re.search("add --set (.*), or use more devices$", line)[1].split()
-    assert [item.partition("=")[0] for item in items] == settings.split()
-    cfg = T.override(RECORD, items)
-    assert cfg.ngram_rows >= 400_000 or not cfg.ngram_rows
-    fits = T.for_devices(cfg, 1)
-    T.check_memory(fits, mesh)
-    longest = max(stage.row_tokens for stage in fits.stages)
-    assert longest == min(cfg.micro_tokens, 49_152)
-    for stage, before in zip(fits.stages, RECORD.stages, strict=True):
-        assert stage.batch_tokens == before.batch_tokens and stage.rows == fits.stages[0].rows
-
-
-README = (ROOT / "README.md").read_text()
-GPU_ROWS = re.findall(r"^\| one (.*) \| `(.*)` \| ([\d.]+) of ([\d.]+) \|", README, re.M)
-
-
-@pytest.mark.parametrize("name, settings, size, limit", GPU_ROWS)
-def test_the_table_of_the_readme_has_what_a_refusal_names(monkeypatch, name, settings, size, limit):
-    capability = "7.5" if "T4" in name else "8.0"
-    mesh = kind_of(1, float(limit) * GIB, "gpu", capability)
-    line = refused(monkeypatch, RECORD, mesh)
-    assert f"add --set {settings}, or" in line
-    fits = T.for_devices(T.override(RECORD, settings.split()), 1)
-    expected = max(T.expected_bytes(fits, mesh).values())
-    assert f"{expected / GIB:.1f}" == size
-    assert len(GPU_ROWS) == 7
-
-
-def test_where_nothing_fits_other_sizes_or_devices_help(monkeypatch):
-    line = refused(monkeypatch, RECORD, kind_of(1, 4 * GIB, "tpu"))
+def test_a_run_that_does_not_fit_is_refused_with_settings_that_fit():
+    mesh = FakeMesh(fake_devices("H100:59.3"))
+    line = refused(RECORD, mesh)
+    form = r"grads3 needs [\d.]+ GiB of the 59.3 GiB of a device, 2.0 of which must stay free: "
+    fix = re.fullmatch(form + r"add --set (ngram_rows=\d+), or use more devices", line)[1]
+    T.check_memory(T.override(RECORD, [fix]), mesh)
+    line = refused(RECORD, FakeMesh(fake_devices("TPU v6 lite:4")))
     assert line.endswith("use smaller sizes, such as those of tiny, or more devices")
+
+
+def test_without_the_tool_for_estimates_kept_arrays_are_counted(monkeypatch):
+    """As for a copy of train_gpt.py without records/: the refusal then has no settings."""
+    mesh = FakeMesh(fake_devices("H100:59.3"))
+    full = T.expected_bytes(RECORD, mesh)
+    monkeypatch.setattr(T, "records_tool", lambda name: None)
+    kept = T.expected_bytes(RECORD, mesh)
+    assert kept.keys() == full.keys() and all(kept[name] <= full[name] for name in kept)
+    assert kept["grads3"] < full["grads3"]
+    assert refused(RECORD, mesh).endswith("such as those of tiny, or more devices")
 
 
 @pytest.mark.parametrize("devices, limit", [(1, 90 * GIB), (8, 31.25 * GIB), (1, None)])
 def test_a_run_that_fits_is_compiled(monkeypatch, devices, limit):
-    monkeypatch.setattr(os, "sysconf", lambda name: 2**20)  # of the machine's memory, with CPUs
-    T.check_memory(RECORD, Mesh(devices, limit))
-    said = T.memory_line(RECORD, Mesh(devices, limit))
+    monkeypatch.setattr(os, "sysconf", lambda name: 2**20)  # pages of a machine with CPUs
+    line = T.check_memory(RECORD, Mesh(devices, limit))
     form = r"it fits: about [\d.]+ GiB of the [\d.]+ GiB of a device"
     if limit is None:
         form = r"it needs about [\d.]+ GiB; this device does not report its memory"
-    assert re.fullmatch(form, said)
+    assert re.fullmatch(form, line)
     _, made = compiled_with(monkeypatch, RECORD, devices, limit)
     assert len(made) == len(T.programs(RECORD, mesh_of(devices), KERNELS))
 
 
-def test_what_the_memory_of_a_machine_with_cpus_does_not_hold_is_refused(monkeypatch):
+def test_a_run_needs_the_memory_of_a_machine_with_cpus(monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 2**17)
-    words = r"^speedrun needs about 86\.\d GiB, and jax sees only CPUs, with 16\.0: use tiny, or"
-    with pytest.raises(T.UserError, match=words):
-        T.check_memory(RECORD, Mesh(1, None))
+    line = refused(RECORD, Mesh(1, None))
+    form = r"speedrun needs about 86\.\d GiB, and jax sees only CPUs, with 16\.0 GiB: use tiny, "
+    assert re.match(form, line)
 
 
-def test_what_does_not_fit_once_it_has_compiled_is_refused(monkeypatch):
-    """Then the bytes of what it makes on the way are known."""
+def test_the_smallest_memory_of_all_devices_counts():
+    mesh = SimpleNamespace(local_devices=fake_devices("A100:59", "A100:30"))
+    assert T.memory_limit(mesh) == 30 * GIB
+
+
+@pytest.mark.parametrize("gib", [0.5, 1.5, 3])
+def test_tiny_fits_the_smallest_gpus(machine, gib):
+    machine(f"T1000:{gib}")
+    T.check_memory(*T.make_mesh(T.PRESETS["tiny"]))
+
+
+@pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}])
+def test_a_gpu_that_does_not_report_its_memory_is_accepted(machine, stats):
+    """As with XLA_PYTHON_CLIENT_ALLOCATOR=platform. The loss is then computed in chunks."""
+    (gpu,) = machine("H100")
+    gpu.memory_stats = lambda: stats
+    cfg, mesh = T.make_mesh(RECORD)
+    assert T.check_memory(cfg, mesh).endswith("GiB; this device does not report its memory")
+    assert T.with_whole_loss(cfg, mesh, T.memory_limit(mesh)).whole_loss == "never"
+
+
+@pytest.mark.parametrize("kind, devices, settings, whole_loss", [
+    ("TPU v6 lite:31.25", 8, "", "always"),
+    ("TPU v6 lite:31.25", 4, "ngram_rows=39059456", "never"),
+    ("H100:59.3", 8, "", "always"),
+    ("H100:59.3", 8, "whole_loss=never", "never"),
+    ("H100:59.3", 8, "pointer_width=64", "never"),  # its logits are float32
+    ("H200:104.8", 1, "", "always"),
+    ("H100:59.3", 1, "ngram_rows=22675456", "never"),
+    ("A100:29.6", 8, "", "never"),
+    ("A100:29.6", 8, "whole_loss=always", "always"),
+])  # fmt: skip
+def test_the_loss_is_computed_at_once_if_its_logits_fit_four_times(
+    machine, kind, devices, settings, whole_loss
+):
+    machine(*[kind] * devices)
+    cfg, mesh = T.make_mesh(T.override(RECORD, settings.split()))
+    assert T.with_whole_loss(cfg, mesh, T.memory_limit(mesh)).whole_loss == whole_loss
+
+
+# ---- Compiling ---------------------------------------------------------------------------------
+
+
+def test_a_program_that_does_not_fit_once_compiled_is_refused(monkeypatch):
+    """The compiler then reports the bytes of its temporary arrays."""
     line, made = compiled_with(monkeypatch, RECORD, 1, 80 * GIB, peak=75 * GIB)
     assert made and re.search(r" GiB of the 80.0 GiB of .*: add --set ngram_rows=\d+, ", line)
+    cfg, mesh = replace(RECORD, whole_loss="always"), FakeMesh(fake_devices(*["H100:28"] * 8))
+    line = T.too_large(cfg, mesh, "grads3", 27.9 * GIB, 28 * GIB)
+    assert line.endswith("add --set whole_loss=never, or use more devices")
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
-"""Which processes a process joins and waits for, and the accelerators that jax does not see."""
+"""Several processes that join, devices of a run, and errors of accelerators."""
 
-import http.server
 import os
 import socket
 import threading
@@ -11,94 +10,106 @@ from types import SimpleNamespace
 import jax
 import pytest
 from conftest import small_config
-from programs import mesh_of
+from programs import fake_devices
 
 import train_gpt as T
-
-SLURM = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
-TPU = "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY", "GCE_METADATA_IP"
 
 
 @pytest.fixture
 def joined(monkeypatch):
-    """With what jax.distributed.initialize is called, where no variable says anything."""
+    """The arguments of each call of jax.distributed.initialize, in an environment without variables
+    of launchers."""
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args: calls.append(args))
-    for name in SLURM + TPU:
+
+    def initialize(*named, local_device_ids):
+        calls.append((*named, local_device_ids))
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    for name in (*T.LAUNCHERS, *T.TPU_HOSTS, "SLURM_STEP_NUM_NODES", "JAX_PLATFORMS"):
         monkeypatch.delenv(name, raising=False)
     return calls
 
 
-# ---- Who is joined -----------------------------------------------------------------------------
+def join(*options):
+    """Call join_processes with these options of the command line."""
+    T.join_processes(T.parse([str(option) for option in options]))
+
+
+def named(coordinator, processes, process_id) -> list:
+    """Return the options that name the other processes."""
+    group = ["--coordinator", coordinator, "--processes", processes]
+    return [*group, "--process-id", process_id]
+
+
+# ---- Joining the other processes ---------------------------------------------------------------
+
+
+def test_a_process_without_options_is_alone(joined):
+    join()
+    join("--set", "steps=3")
+    assert joined == []
+
+
+def test_distributed_leaves_the_search_to_jax_and_coordinator_names_the_others(joined):
+    join("--distributed")
+    join(*named("node1:1", 2, 1))
+    assert joined == [(None, None, None, None), ("node1:1", 2, 1, None)]
+
+
+@pytest.mark.parametrize("options", [
+    named("node1:1", 2, 1)[:-2],
+    named("node1:1", 2, 1)[:2],
+    ["--processes", "2"],
+    ["--process-id", "0"],
+    ["--distributed", *named("node1:1", 2, 1)],
+])  # fmt: skip
+def test_incomplete_or_contradicting_options_are_refused(joined, options):
+    with pytest.raises(T.UserError, match="--distributed or --coordinator .* --processes N --proc"):
+        join(*options)
+    assert joined == []
+
+
+@pytest.mark.parametrize("variable", [*T.LAUNCHERS, *T.TPU_HOSTS])
+def test_processes_of_a_launcher_are_refused_without_either_option(joined, monkeypatch, variable):
+    """Each process would train a whole run. The message names both options, and the command that
+    runs one process alone."""
+    one, two = ("1", "2") if variable in T.LAUNCHERS else ("localhost", "host-0,host-1")
+    for value in ("", one):
+        monkeypatch.setenv(variable, value)
+        join()
+    monkeypatch.setenv(variable, two)
+    with pytest.raises(T.UserError) as refusal:
+        join()
+    for part in (f"{variable}={two}", "--distributed", "--coordinator", f"env -u {variable} "):
+        assert part in str(refusal.value)
+    assert joined == []
+    join("--distributed")
+    join(*named("node1:1", 2, 1))
+    assert len(joined) == 2
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # one host of a TPU slice may use its CPU
+    if variable in T.TPU_HOSTS:
+        join()
 
 
 @pytest.mark.parametrize(
-    "metadata, variables, joins",
+    "tasks, nodes, options, gpus",
     [
-        ("no answer", {}, 0),
-        ("404", {}, 0),
-        ("10.0.0.2", {}, 0),
-        ("10.0.0.2,10.0.0.3", {}, 1),
-        ("unused:0:10.0.0.2,unused:1:10.0.0.3", {}, 1),
-        # Where these are set, nobody is asked:
-        ("a,b", {"TPU_SKIP_MDS_QUERY": "1"}, 0),  # as jax does without a TPU
-        ("a,b", {"TPU_PROCESS_ADDRESSES": "local"}, 0),  # on Kaggle, where no host has this name
-        ("a,b", {"TPU_WORKER_HOSTNAMES": "localhost"}, 0),
-        ("404", {"TPU_WORKER_HOSTNAMES": "tpu-0.tpu,tpu-1.tpu"}, 1),  # on GKE
+        ("2", "2", ["--distributed"], []),  # [] is all GPUs; with None JAX uses one
+        ("16", "2", ["--distributed"], None),
+        ("1", "1", named("node1:1", 2, 1), []),  # each process in a shell of its own
     ],
 )
-def test_a_tpu_joins_the_others_of_its_slice_if_there_are_any(
-    joined, monkeypatch, metadata, variables, joins
+def test_the_only_slurm_task_of_a_node_uses_all_its_gpus(
+    joined, monkeypatch, tasks, nodes, options, gpus
 ):
-    class Server(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            attribute = "/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-            assert (self.path, self.headers["Metadata-Flavor"]) == (attribute, "Google")
-            self.send_response(404 if metadata == "404" else 200)
-            self.end_headers()
-            self.wfile.write(f"{metadata}{', no such file' * (metadata == '404')}".encode())
-            asked.append(self.path)
-
-    asked = []
-    monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
-        port = 1 if metadata == "no answer" else server.server_port
-        monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{port}")
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        T.join_hosts(None, None, None)
-        monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # one host by itself, on purpose
-        T.join_hosts(None, None, None)
-        server.shutdown()
-    assert joined == [(None, None, None, None)] * joins
-    assert len(asked) == (not variables and port > 1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", nodes)
+    join(*options)
+    assert [call[-1] for call in joined] == [gpus]
 
 
-@pytest.mark.parametrize(
-    "tasks, nodes, words, gpus",
-    [
-        ("2", "2", (None, None, None), []),  # [] is all of them, None what jax does: one
-        ("16", "2", (None, None, None), None),
-        ("1", "1", ("node1:1", 2, 1), []),  # each process from a shell of its own
-    ],
-)
-def test_the_only_task_of_a_slurm_node_has_all_its_gpus(
-    joined, monkeypatch, tasks, nodes, words, gpus
-):
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    for name, value in zip(SLURM, (tasks, nodes), strict=True):
-        monkeypatch.setenv(name, value)
-    T.join_hosts(*words)
-    assert joined == [(*words, gpus)]
-    if tasks == "1":
-        T.join_hosts(None, None, None)
-        assert len(joined) == 1, "a step of one task is alone"
-
-
-def test_jax_takes_all_gpus_for_an_empty_list(monkeypatch):
-    """By its own code, of which no more runs than that."""
+def test_jax_uses_all_gpus_for_an_empty_list(monkeypatch):
+    """Run the code of JAX up to this choice."""
     from jax._src import distributed
 
     variables = {"JOB_ID": "7", "STEP_NODELIST": "node[1-2]", "NTASKS": "2", "PROCID": "1"}
@@ -113,259 +124,134 @@ def test_jax_takes_all_gpus_for_an_empty_list(monkeypatch):
         assert [x for x in seen if "cuda" in x[0]] == want
 
 
-# ---- What is waited for ------------------------------------------------------------------------
+def test_devices_of_several_hosts_need_an_option(monkeypatch):
+    """JAX shows all devices of a TPU slice to a process that has not joined the others."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(T.UserError, match="several hosts: add --distributed on each"):
+        T.all_devices()
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    assert T.all_devices() == jax.devices()
+
+
+# ---- Waiting for the other processes -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [ValueError, ImportError, OSError])
-def test_a_process_that_cannot_join_the_others_says_so(joined, monkeypatch, error):
-    def initialize(*args):
+def test_a_failure_to_join_is_reported(joined, monkeypatch, error):
+    def initialize(*named, **options):
         raise error("nothing found")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(T.UserError, match="cannot join the other processes .*nothing found"):
-        T.join_hosts(None, None, None)
+        join("--distributed")
 
 
-def test_a_port_that_another_program_has_is_one_line(joined):
-    """Where jax would end by a signal."""
+def test_a_port_in_use_is_reported_by_the_first_process(joined):
+    """JAX would end by a signal."""
     with socket.create_server(("", 0)) as other:
         where = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(T.UserError, match=f"already in use .*: --coordinator {where} --pr"):
-            T.join_hosts(where, 2, 0)
-        T.join_hosts(where, 2, 1)  # it is for the first process only
-    T.join_hosts(where, 2, 0)
+        with pytest.raises(T.UserError, match=f"already in use.*--coordinator {where} --processes"):
+            join(*named(where, 2, 0))
+        join(*named(where, 2, 1))
+    join(*named(where, 2, 0))
     assert joined == [(where, 2, 1, None), (where, 2, 0, None)]
 
 
-def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypatch, capsys):
+def test_a_long_wait_for_other_processes_prints_a_line_and_ends(joined, monkeypatch, capsys):
     assert T.from_all(3) == [3] and not capsys.readouterr().out
     monkeypatch.setattr(T, "STALL_SECONDS", 0.1)
-    assert T.patiently(lambda: time.sleep(0.5) or 5) == 5
-    assert capsys.readouterr().out == "waiting for the other processes of this run\n"
-    over = threading.Event()
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_: over.wait(60))
-    real = T.patiently
-    monkeypatch.setattr(T, "patiently", lambda do, line, most: real(do, line, most / 1000))
-    with pytest.raises(T.UserError, match="cannot join the other processes .TimeoutError"):
-        T.join_hosts("127.0.0.1:1", 2, 1)
-    line = "waiting for the other processes of this run: "
-    assert capsys.readouterr().out.startswith(f"{line}--coordinator 127.0.0.1:1 --processes 2 ")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")  # as a shell of `srun --ntasks=4 --pty` has it
-    with pytest.raises(T.UserError, match="TASKS=4, so `srun` must start all 4 tasks; `env -u SLU"):
-        T.join_hosts(None, None, None)
-    assert capsys.readouterr().out.startswith(f"{line}SLURM_STEP_NUM_TASKS=4, so `srun` must start")
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
-    monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
-    with pytest.raises(T.UserError, match="the hosts of this TPU slice, a,b, must all start it"):
-        T.join_hosts(None, None, None)
+    assert T.wait_for(lambda: time.sleep(0.5) or 5) == 5
+    assert capsys.readouterr().out == f"{T.LONG_WAIT}\n"
+    over, real = threading.Event(), T.wait_for
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: over.wait(60))
+    shorter = lambda task, message, timeout: real(task, message, timeout / 1000)  # noqa: E731
+    monkeypatch.setattr(T, "wait_for", shorter)
+    for options in (["--distributed"], named("127.0.0.1:1", 2, 1)):
+        with pytest.raises(T.UserError, match="cannot join the other processes .TimeoutError"):
+            join(*options)
+        line = capsys.readouterr().out
+        assert line.startswith(f"{T.LONG_WAIT}: ") and " ".join(map(str, options)) in line
     over.set()
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_processes_of_a_launcher_that_are_not_connected_are_refused(joined, monkeypatch, variable):
-    """As by torchrun or mpirun: each would train a whole run with the same seed."""
-    monkeypatch.setenv(variable, "1")
-    T.join_hosts(None, None, None)
-    monkeypatch.setenv(variable, "2")
-    words = f"{variable}=2, .*: give each --coordinator HOST:PORT --processes 2 --process-id I, or"
-    with pytest.raises(T.UserError, match=words):
-        T.join_hosts(None, None, None)
-    assert not joined
-    T.join_hosts("127.0.0.1:1", 2, 1)
-    assert len(joined) == 1
+# ---- Accelerators that a run cannot use --------------------------------------------------------
 
 
-# ---- Accelerators that jax does not see --------------------------------------------------------
-
-HELD = ", or end what holds it (a notebook)\n"
-TPU_PLUGIN = f"pip install 'jax[tpu]' in a new environment{HELD}"
-OLD = "a driver below 580 (nvidia-smi) cuda12, for compute capability below 7.5 (V100, P100)"
-CUDA_PLUGIN = f"pip install 'jax[cuda13]', for {OLD} {T.FOR_OLD_GPUS}{HELD}"
-
-
-@pytest.mark.parametrize(
-    "device, words",
-    [
-        ("nvidia0", CUDA_PLUGIN),
-        ("accel0", TPU_PLUGIN),
-        ("vfio/0", TPU_PLUGIN),
-        ("vfio/vfio", ""),
-    ],
-)
-def test_an_accelerator_that_jax_does_not_see_is_one_line(
-    monkeypatch, tmp_path, capsys, device, words
-):
-    """A warning, but for who has named the preset that needs one; nothing if he chose the CPU."""
-    path, done = T.Path, []
-    (tmp_path / device).parent.mkdir(exist_ok=True)
-    (tmp_path / device).touch()
-    monkeypatch.setattr(T, "Path", lambda name: tmp_path if name == "/dev" else path(name))
-    monkeypatch.setattr(T, "train", lambda cfg, *_: done.append(cfg.preset))
-    monkeypatch.setenv("JAX_PLATFORMS", "")
-    assert T.main([]) == 0 and done == ["tiny"]
-    out = capsys.readouterr().out
-    line = f"warning: jax sees only the CPU, not {tmp_path / device}: "
-    assert out.count("\n") == bool(words) + 1 and words in out
-    assert out.startswith(line if words else "next, a text of your own: ")
-    refusal = words.replace("\n", "; or set JAX_PLATFORMS=cpu\n")
-    for preset in ("speedrun", "pointer"):
-        assert T.main([preset]) == (2 if words else 0)
-        assert refusal in capsys.readouterr().err
-    assert T.main(["speedrun", "--show"]) == (2 if words else 0)
-    assert refusal in capsys.readouterr().err
+@pytest.mark.parametrize("preset", ["speedrun", "pointer"])
+def test_a_large_preset_needs_an_accelerator_unless_cpus_are_chosen(monkeypatch, capsys, preset):
+    trained = []
+    monkeypatch.setattr(T, "train", lambda cfg, *_: trained.append(cfg.preset))
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert T.main(["tiny"]) == 0 and T.main([preset]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {preset} needs an accelerator, and JAX sees only CPUs: ")
+    for part in ("jax[tpu]", "jax[cuda13]", T.FOR_OLD_GPUS, "JAX_PLATFORMS=cpu"):
+        assert part in line
+    assert T.main([preset, "--show"]) == 0
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert T.main(["tiny"]) == 0 and capsys.readouterr().out == "" and done[-1] == "tiny"
-    monkeypatch.setenv("JAX_PLATFORMS", "")
-    for hidden in ("", "-1"):  # no GPU, on purpose
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert T.main(["tiny"]) == 0
-        assert bool(capsys.readouterr().out) == (words == TPU_PLUGIN)
+    assert T.main([preset]) == 0
+    assert trained == ["tiny", preset]
 
 
-# ---- GPUs: of two kinds, taken, or with other libraries ----------------------------------------
+@pytest.mark.parametrize("capability, cuda, runs", [
+    ("7.0", "cuda 13000", False),
+    ("6.1", "cuda 13000", False),
+    ("7.0", "cuda 12090", True),
+    ("7.5", "cuda 13000", True),
+    ("12.0", "cuda 13000", True),
+    ("gfx942", "rocm 70000", True),
+])  # fmt: skip
+def test_a_gpu_that_is_too_old_for_the_cuda_of_jax_is_refused(monkeypatch, capability, cuda, runs):
+    """A first program runs on all other GPUs."""
+    (gpu,) = fake_devices("V100", capability=capability)
+    gpu.client = SimpleNamespace(platform_version=f"PJRT C API\n{cuda}")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    ran = []
+    monkeypatch.setattr(jax, "block_until_ready", ran.append)
+    if runs:
+        T.check_hardware(T.PRESETS["speedrun"])
+    else:
+        with pytest.raises(T.UserError, match=r"not support V100: pip install 'jax\[cuda12\]' 'nv"):
+            T.check_hardware(T.PRESETS["speedrun"])
+    assert len(ran) == runs
 
 
-def accelerators(*kinds):
-    """Devices that say they are such GPUs, or TPUs; the name is what comes before a colon, then
-    GiB."""
-    found = []
-    for kind in kinds:
-        name, _, size = kind.partition(":")
-        stats = {"bytes_limit": float(size or 1) * 2**30}
-        platform = "tpu" if name.startswith("TPU") else "gpu"
-        device = {"device_kind": name, "process_index": 0, "platform": platform}
-        device["compute_capability"] = "9.0"
-        found.append(SimpleNamespace(**device, memory_stats=lambda stats=stats: stats))
-    return found
+def test_gpus_of_two_kinds_are_refused_with_the_variable_for_each_kind(machine):
+    machine("A100:29", "T1000:3", "A100:29", "T1000:3")
+    fix = "CUDA_VISIBLE_DEVICES=0,2 or CUDA_VISIBLE_DEVICES=1,3"
+    for cfg in (T.PRESETS["tiny"], T.PRESETS["speedrun"]):
+        with pytest.raises(T.UserError, match=f"^A100 and T1000 cannot run the same .*: set {fix}"):
+            T.make_mesh(cfg)
+    assert T.make_mesh(replace(small_config(), devices=1))[1].size == 1  # of one kind
 
 
-def test_two_kinds_of_gpus_are_refused_and_what_one_kind_is_named():
-    cfg = small_config()
-    words = "^A100 and T1000 cannot share a program: use CUDA_VISIBLE_DEVICES={} or "
-    words += "CUDA_VISIBLE_DEVICES={}, or --set devices={}$"
-    with pytest.raises(T.UserError, match=words.format("0,1", "2,3", 2)):
-        T.make_mesh(cfg, accelerators("A100", "A100", "T1000", "T1000"))
-    with pytest.raises(T.UserError, match=words.format("0,2,3", "1", 1)):
-        T.make_mesh(cfg, accelerators("A100", "T1000", "A100", "A100"))
-    _, mesh = T.make_mesh(replace(cfg, devices=2), [*jax.devices()[:2], *accelerators("T1000")])
-    assert mesh.size == 2
+@pytest.mark.parametrize("path", ["", "/usr/local/cuda-11/lib64"])
+def test_wrong_cuda_libraries_are_reported_in_one_line(monkeypatch, path):
+    monkeypatch.setenv("LD_LIBRARY_PATH", path)
+    for text in (
+        "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above",
+        "INTERNAL: Failed to initialize BLAS support",
+    ):
+        line = T.line_of(jax.errors.JaxRuntimeError(text))
+        assert line.startswith("JAX cannot use its CUDA libraries: ") and line.endswith(text)
+        assert T.FOR_OLD_GPUS in line and (f"unset LD_LIBRARY_PATH ({path})" in line) == bool(path)
+    assert T.line_of(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
 
 
-class MeshOf:
-    """A mesh of CPUs whose `devices` are others."""
-
-    def __init__(self, devices, axes):
-        self.mesh = mesh_of(len(devices))
-        self.local_devices = [*devices]
-        self.devices = SimpleNamespace(flat=devices)
-
-    def __getattr__(self, name):
-        return getattr(self.mesh, name)
+def test_out_of_memory_on_a_gpu_mentions_other_processes(monkeypatch):
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    assert "nvidia-smi" not in T.line_of(error)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    line = T.line_of(error)
+    for part in ("nvidia-smi", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION: RES"):
+        assert part in line
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """A function that puts these accelerators in the machine, as far as counting bytes goes."""
-
-    def put_in(*kinds):
-        monkeypatch.setattr(T, "all_devices", lambda: accelerators(*kinds))
-        monkeypatch.setattr(T, "Mesh", MeshOf)
-
-    return put_in
+# ---- Cores and memory of the machine -----------------------------------------------------------
 
 
-def resolved(*words):
-    """(the Config that the command line asks for, what it says of it)."""
-    said = []
-    return T.resolve(T.parse([*words]), said.append), said
-
-
-def test_where_nobody_names_a_preset_the_first_kind_trains_alone(machine):
-    machine("A100:29", "A100:29", "T1000:3")
-    cfg, said = resolved()
-    assert (cfg.preset, T.make_mesh(cfg)[1].size) == ("tiny", 2)
-    assert said == ["devices of several kinds: devices=2, those of the first alone"]
-    assert resolved("--set", "devices=1")[0].devices == 1
-    machine("A100:29", "T1000:3", "A100:29")
-    with pytest.raises(T.UserError, match="CUDA_VISIBLE_DEVICES=0,2 or CUDA_VISIBLE_DEVICES=1, or"):
-        T.make_mesh(resolved("speedrun")[0])
-
-
-@pytest.mark.parametrize(
-    ("kinds", "devices", "ends"),
-    [
-        (["L4:4"], 0, "TEXT; speedrun does not fit 1 x L4"),
-        (["A100:59"], 0, "train_gpt.py speedrun --set ngram_rows=22446080"),
-        (["A100:59", "T1000:3"], 1, "speedrun --set devices=1 ngram_rows=22446080"),
-        (["H200:105"], 0, "python train_gpt.py speedrun"),
-    ],
-)
-def test_what_these_devices_could_do_follows_from_those_of_the_run(machine, kinds, devices, ends):
-    machine(*kinds)
-    said = []
-    T.say_what_else(said.append, devices)
-    assert said[0].startswith(f"next, a text of your own: {T.command_for(T.__file__)} TEXT")
-    assert said[0].endswith(ends)
-
-
-@pytest.mark.parametrize(
-    ("gib", "settings", "names"),
-    [
-        (4, [], ["tiny"]),
-        (16.5, [], ["speedrun", "tiny"]),
-        (16.5, ["stages.0.row_tokens=256", "steps=20", "vocab=512"], ["tiny"]),  # of no speedrun
-    ],
-)
-def test_texts_have_the_large_model_where_it_fits(machine, gib, settings, names):
-    machine(f"L4:{gib}")
-    assert T.presets_here(settings) == names
-
-
-def test_settings_that_fit_can_be_added_to_what_a_run_is_without(machine):
-    machine("T4:10.9")
-    cfg = T.override(T.PRESETS["speedrun"], ["without=xsa"])
-    settings = T.settings_here(cfg)
-    assert settings[0] == "without=ngrams" and T.override(cfg, settings).without == "xsa,ngrams"
-
-
-def test_the_loss_is_in_one_chunk_where_that_fits_or_is_wanted(machine):
-    """If a compiler then says that it does not, the cure is not to have it so."""
-
-    def decided(gib, *settings, kind="H100"):
-        machine(*[f"{kind}:{gib}"] * 8)
-        cfg, mesh = T.make_mesh(T.override(T.PRESETS["speedrun"], [*settings]))
-        return T.with_whole_loss(cfg, mesh, T.memory_limit(mesh)), mesh
-
-    assert decided(59)[0].whole_loss == "always"
-    assert decided(59, "whole_loss=never")[0].whole_loss == "never"
-    assert decided(25)[0].whole_loss == "never"
-    assert decided(59, "pointer_width=64")[0].whole_loss == "never", "its logits are float32"
-    for gib, whole in ((31.25, "always"), (22, "never")):
-        assert decided(gib, kind="TPU v6 lite")[0].whole_loss == whole
-    cfg, mesh = decided(28, "whole_loss=always")
-    name = "grads3"
-    line = T.too_large(cfg, mesh, name, 27.9 * 2**30, 28 * 2**30)
-    assert line.endswith("add --set whole_loss=never, or use more devices")
-
-
-@pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}])
-def test_a_gpu_that_does_not_report_its_memory_is_not_refused(monkeypatch, machine, stats):
-    """As with XLA_PYTHON_CLIENT_ALLOCATOR=platform. Only the loss is not computed in one chunk."""
-    machine("H100")
-    (gpu,) = T.all_devices()
-    gpu.memory_stats = lambda: stats
-    monkeypatch.setattr(T, "all_devices", lambda: [gpu])
-    assert T.settings_here(T.PRESETS["speedrun"]) == []
-    cfg, mesh = T.make_mesh(T.PRESETS["speedrun"])
-    T.check_memory(cfg, mesh)
-    assert T.memory_line(cfg, mesh).endswith("GiB; this device does not report its memory")
-    assert T.with_whole_loss(cfg, mesh, T.memory_limit(mesh)).whole_loss == "never"
-
-
-def test_limits_of_a_container_hold(monkeypatch, tmp_path):
-    """Those of a cgroup and of all around it; "max" is none."""
+def test_limits_of_containers_are_used(monkeypatch, tmp_path):
+    """The limits of a cgroup and of its parents; "max" is no limit."""
     own = tmp_path / "jobs/one"
     own.mkdir(parents=True)
     (tmp_path / "memory.max").write_text("max\n")
@@ -382,68 +268,5 @@ def test_limits_of_a_container_hold(monkeypatch, tmp_path):
     assert T.machine_bytes() == 2 * 2**30 and T.cpu_cores() == 1
     (own / "cpu.max").write_text("max 100000\n")
     assert T.cpu_cores() == len(os.sched_getaffinity(0))
-    groups["/proc/self/cgroup"] = "0::/elsewhere\n"  # the container sees its own as the root
+    groups["/proc/self/cgroup"] = "0::/elsewhere\n"  # a container sees its own cgroup as the root
     assert found("memory.max", tmp_path) == ["max"]
-
-
-@pytest.mark.parametrize("gib", [0.5, 1.5, 3])
-def test_tiny_fits_the_smallest_gpus(machine, gib):
-    machine(f"T1000:{gib}")
-    T.check_memory(*T.make_mesh(T.PRESETS["tiny"]))
-
-
-def test_the_memory_is_that_of_the_device_which_has_the_least():
-    mesh = SimpleNamespace(local_devices=accelerators("A100:59", "A100:30"))
-    assert T.memory_limit(mesh) == 30 * 2**30
-
-
-@pytest.mark.parametrize("path", ["", "/usr/local/cuda-11/lib64"])
-def test_libraries_that_do_not_fit_together_are_one_line(monkeypatch, path):
-    monkeypatch.setenv("LD_LIBRARY_PATH", path)
-    leads = f"unset LD_LIBRARY_PATH, which leads to others ({path}), or " if path else ""
-    cure = f"{leads}a new environment (for V100, P100: {T.FOR_OLD_GPUS})"
-    for text in (
-        "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above",
-        "INTERNAL: Failed to initialize BLAS support",
-    ):
-        line = T.line_of(jax.errors.JaxRuntimeError(text))
-        assert line == f"jax cannot use its CUDA libraries: {cure}: {text}"
-    assert T.line_of(jax.errors.JaxRuntimeError("INTERNAL: a fault")) is None
-
-
-def test_out_of_memory_on_a_gpu_says_that_another_process_may_hold_it(monkeypatch):
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-    assert "nvidia-smi" not in T.line_of(error)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    line = T.line_of(error)
-    assert "; or end what else holds the GPU (nvidia-smi lists it), choose another by" in line
-    assert "CUDA_VISIBLE_DEVICES, or share it by XLA_PYTHON_CLIENT_MEM_FRACTION: RES" in line
-
-
-@pytest.mark.parametrize("capability, cuda, runs", [
-    ("7.0", "cuda 13000", False),
-    ("6.1", "cuda 13000", False),
-    ("7.0", "cuda 12090", True),
-    ("7.5", "cuda 13000", True),
-    ("12.0", "cuda 13000", True),
-    ("gfx942", "rocm 70000", True),
-])  # fmt: skip
-def test_a_gpu_that_is_older_than_the_cuda_of_jax_is_refused(monkeypatch, capability, cuda, runs):
-    client = SimpleNamespace(platform_version=f"PJRT C API\n{cuda}")
-    gpu = SimpleNamespace(device_kind="V100", compute_capability=capability, client=client)
-    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
-    if runs:
-        T.start_gpu()
-    else:
-        words = r"^jax.cuda13. has no code for a V100: pip install 'jax\[cuda12\]' 'nvidia-cudnn-cu"
-        with pytest.raises(T.UserError, match=words):
-            T.start_gpu()
-
-
-def test_a_first_program_that_takes_long_is_said(monkeypatch, capsys):
-    T.start_gpu()
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(T, "STALL_SECONDS", 0.05)
-    monkeypatch.setattr(jax, "block_until_ready", lambda x: time.sleep(0.3))
-    T.start_gpu()
-    assert capsys.readouterr().out.startswith("waiting for the first program of this GPU: ")
