@@ -1,4 +1,4 @@
-"""From shards to batches on the devices: what is read, and in which order."""
+"""From shards to batches on the devices: tokens, and their order."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ import train_gpt as T
 
 
 def texts(*lengths) -> np.ndarray:
-    """Documents of these lengths, BOS included; their other tokens tell the position in them."""
+    """Return documents of these lengths. After BOS, a token is its position in the document."""
     return np.concatenate([np.r_[BOS, np.arange(1, n) % BOS] for n in lengths]).astype(np.uint16)
 
 
@@ -43,8 +43,8 @@ def test_a_damaged_shard_is_named_with_the_fix(tmp_path, damage):
     assert str(path) in str(error.value)
 
 
-def test_a_stream_is_the_shards_of_one_split_in_the_order_of_their_names(tmp_path):
-    """It is read across their borders; places in it know their shard."""
+def test_a_stream_joins_the_shards_of_a_split_in_order_of_names(tmp_path):
+    """A read may cross shards."""
     sizes = {"b_train_3": 25, "b_train_1": 10, "b_train_2": 1}
     sizes |= {"b_val_1": 9, "b_train_set_val_1": 9, "b_train_x": 9, "b_train_4_old": 9}
     parts = {name: documents(n, n) for name, n in sizes.items()}
@@ -68,8 +68,8 @@ def test_a_stream_is_the_shards_of_one_split_in_the_order_of_their_names(tmp_pat
         T.TokenStream(tmp_path, "test", BOS)
 
 
-def test_plain_rows_leave_no_token_out_and_share_one_with_the_neighbour(tmp_path):
-    parts = [documents(0, 70), documents(1, 80)]  # the first border lies inside the first batch
+def test_plain_rows_contain_each_token_once(tmp_path):
+    parts = [documents(0, 70), documents(1, 80)]  # the first shard ends within the first batch
     stream, whole = stream_of(tmp_path, *parts), np.concatenate(parts)
     stage = T.Stage(1.0, 64, 16, 0, (1, 1))
     first, cursor = next_rows(stream, 5, stage)
@@ -82,7 +82,7 @@ def test_plain_rows_leave_no_token_out_and_share_one_with_the_neighbour(tmp_path
 
 
 def pack_slowly(shards, cursor, rows, t, doc_cap):
-    """The positions of the tokens of each row and the next cursor, found token by token."""
+    """Return the positions of the tokens of each row and the next cursor, token by token."""
     base = 0
     for shard in shards:
         filled, taken, copies = [[]], 0, False
@@ -106,7 +106,7 @@ def packed(rows, t, doc_cap) -> T.Stage:
     return T.Stage(1.0, rows * t, t, doc_cap, (1, 1))
 
 
-PACK_SHARDS = (  # many short documents, none, too few tokens for some, short and long ones
+PACK_SHARDS = (  # many short documents; no document; a rest that is too short; short and long documents
     documents(5, 2400, mean=6),
     np.ones(50, np.uint16),
     documents(6, 150)[3:],
@@ -116,9 +116,9 @@ PACK_SHARDS = (  # many short documents, none, too few tokens for some, short an
 
 @pytest.mark.parametrize("doc_cap", [1, 2, 7, 24, 33, 10_000])
 @pytest.mark.parametrize(("rows", "t"), [(4, 32), (3, 7), (1, 60), (8, 1)])
-def test_packed_rows_agree_with_a_walk_over_every_token(tmp_path, rows, t, doc_cap):
-    """Segment ids change exactly where a piece begins. A batch that the end of the stream does not
-    fill is refused."""
+def test_packed_rows_equal_a_search_token_by_token(tmp_path, rows, t, doc_cap):
+    """Segment ids change only at the start of a piece. An incomplete batch at the end of the stream
+    is refused."""
     stream, cursor, batches = stream_of(tmp_path, *PACK_SHARDS), 0, 0
     while (want := pack_slowly(PACK_SHARDS, cursor, rows, t, doc_cap)) is not None:
         pieces, after = T.plan_packed(stream, cursor, packed(rows, t, doc_cap))
@@ -134,19 +134,19 @@ def test_packed_rows_agree_with_a_walk_over_every_token(tmp_path, rows, t, doc_c
                 np.testing.assert_array_equal(np.concatenate(PACK_SHARDS)[places], tokens[row])
         cursor = after
         batches += 1
-    assert batches > 2 and cursor > len(PACK_SHARDS[0])  # some were beyond the first shard
+    assert batches > 2 and cursor > len(PACK_SHARDS[0])  # some batches are after the first shard
     with pytest.raises(T.UserError, match="end at"):
         T.plan_packed(stream, cursor, packed(rows, t, doc_cap))
 
 
 def passes_of(folder, shards, stage, passes, seed=0) -> list[list]:
-    """The pieces (start, stop) of each pass through the shards."""
+    """Return the pieces (start, stop) of each epoch."""
     for i, tokens in enumerate(shards):
         write_shard(folder / f"x_train_{i:06d}.bin", tokens)
     found, cursor = [[] for _ in range(passes)], 0
     with contextlib.suppress(T.UserError):  # the end of the stream
         while True:
-            stream = T.TokenStream(folder, "train", BOS, passes, seed)  # a cursor says all
+            stream = T.TokenStream(folder, "train", BOS, passes, seed)  # a cursor is enough
             pieces, after = T.plan_rows(stream, cursor, stage)
             stream.shard_at(after)
             found[stream.pass_at(after) - 1] += [piece[1:] for piece in pieces]
@@ -158,17 +158,17 @@ TWICE = [documents(1, 1000), documents(2, 900)]
 IN_ROWS = T.Stage(1.0, 4 * 16, 16, 0, (1, 1))
 
 
-def test_each_pass_after_the_first_cuts_other_rows_and_reads_them_in_its_own_order(tmp_path):
+def test_later_epochs_have_other_rows_in_another_order(tmp_path):
     first, second, third = passes_of(tmp_path, TWICE, IN_ROWS, 3)
     starts = [start for start, _ in first]
-    assert starts == [*range(0, len(starts) * 16, 16)]  # as it was when there was one pass
+    assert starts == [*range(0, len(starts) * 16, 16)]  # as in a run of one epoch
     for number, pieces in enumerate((second, third), 1):
         places = [start - number * 1900 for start, _ in pieces]
         jumps = np.diff(places) != 16
         assert jumps.mean() > 0.9
         assert len({*places}) == len(places)
         assert len({place + i for place in places for i in range(16)}) > 1850  # of 1900
-        of_first = [place < 1000 for place in places]  # a shard is done before the next begins
+        of_first = [place < 1000 for place in places]  # one shard after the other
         assert of_first == sorted(of_first, reverse=True)
         assert {place % 16 for place in places if place < 900} != {0}
     assert [start - 1900 for start, _ in second] != [start - 3800 for start, _ in third]
@@ -176,7 +176,7 @@ def test_each_pass_after_the_first_cuts_other_rows_and_reads_them_in_its_own_ord
     assert passes_of(tmp_path, TWICE, IN_ROWS, 3, seed=1)[1] != second
 
 
-def test_each_pass_after_the_first_reads_documents_in_its_own_order(tmp_path):
+def test_later_epochs_have_documents_in_another_order(tmp_path):
     stage = packed(4, 16, 1000)
     first, second = passes_of(tmp_path, TWICE, stage, 2)
     want, cursor = [], 0
@@ -191,18 +191,20 @@ def test_each_pass_after_the_first_reads_documents_in_its_own_order(tmp_path):
     assert len({*starts}) == len(starts) > 30 and {*starts} <= places
     assert starts != sorted(starts) and starts != [start for start, _ in first]
     is_whole = [stop - 1900 in places for _, stop in second]
-    assert sum(is_whole) > 10  # those that a row has room for
+    assert sum(is_whole) > 10  # documents that fit into their row
 
 
 def segments(tokens):
     return np.asarray(T.segment_ids(tokens[:, :-1], BOS))
 
 
-WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
+WORDS = [
+    bytes([i % 48]) * (1 + i // 48) for i in range(BOS)
+]  # half of them begin with another word
 
 
 def batches(cfg, folder, devices, step=0, place=None):
-    """All batches of a run, each with the loader's state after it."""
+    """Return all batches of a run, each with the state of the loader after it."""
     mesh, stream = mesh_of(devices), T.TokenStream(folder, "train", cfg.bos)
     place = place or T.loader_state(cfg, mesh)
     return list(T.train_batches(cfg, mesh, stream, WORDS, step, place))
@@ -210,7 +212,7 @@ def batches(cfg, folder, devices, step=0, place=None):
 
 @pytest.fixture(scope="module")
 def eight(shards):
-    """The batches of a run of 8 steps, plain and packed ones, on 8 devices."""
+    """The plain and packed batches of a run of 8 steps on 8 devices."""
     return batches(CFG, shards, 8)
 
 
@@ -219,10 +221,10 @@ def assert_same(got, want):
 
 
 def test_batches_follow_the_stages(shards, eight):
-    """Plain rows from the start of the stream, then packed ones from where these ended; each row
-    walks through the candidates by itself."""
+    """Plain rows first, then packed rows of the tokens after them. Each row has its own position in
+    the vocabulary, for its candidates."""
     stream, place = T.TokenStream(shards, "train", BOS), T.loader_state(CFG, mesh_of(8))
-    assert place == (0, (0, 12, 25, 37, 50, 63, 75, 88))  # walks begin evenly apart
+    assert place == (0, (0, 12, 25, 37, 50, 63, 75, 88))  # evenly spaced over the vocabulary
     known = T.vocabulary(CFG, WORDS)
     for step, (batch, after) in enumerate(eight):
         rows, cursor = next_rows(stream, place.cursor, stage_at(CFG, step))
@@ -239,20 +241,20 @@ def test_batches_follow_the_stages(shards, eight):
 
 
 @pytest.mark.parametrize("step", [1, 3, 6])
-def test_a_resumed_run_gets_the_batches_that_it_would_have_got(shards, eight, step):
+def test_a_resumed_run_continues_with_the_same_batches(shards, eight, step):
     assert_same(batches(CFG, shards, 8, step, eight[step - 1][1]), eight[step:])
 
 
 def many(devices: int, processes: int):
-    """A mesh of so many devices of so many processes, none of which is there."""
+    """Return a stand-in for a mesh with these numbers of devices and processes."""
     each = [SimpleNamespace(process_index=i * processes // devices) for i in range(devices)]
     here = [device for device in each if device.process_index == jax.process_index()]
     return SimpleNamespace(size=devices, devices=np.array(each), local_devices=here)
 
 
 @pytest.mark.parametrize("devices, processes", [(8, 4), (16, 4)])
-def test_processes_make_their_own_rows_of_what_one_makes(shards, monkeypatch, devices, processes):
-    """And read no others; on more devices than rows, too."""
+def test_each_process_loads_only_its_own_rows(shards, monkeypatch, devices, processes):
+    """Together, they have the rows of a single process, also with more devices than rows."""
     cfg, known, read = T.for_devices(CFG, devices), T.vocabulary(CFG, WORDS), []
 
     class Stream(T.TokenStream):
@@ -262,7 +264,7 @@ def test_processes_make_their_own_rows_of_what_one_makes(shards, monkeypatch, de
 
     def made(process: int, of: int) -> list:
         monkeypatch.setattr(jax, "process_index", lambda: process)
-        monkeypatch.setattr(T, "put", lambda array, mesh, spec: array)  # there are no devices
+        monkeypatch.setattr(T, "put", lambda array, mesh, spec: array)  # without devices
         mesh, stream, found = many(devices, of), Stream(shards, "train", BOS), []
         place = T.loader_state(cfg, mesh)
         for step in range(cfg.steps):
@@ -280,8 +282,8 @@ def test_processes_make_their_own_rows_of_what_one_makes(shards, monkeypatch, de
         assert {x[3] for x in got} == {stage.rows // processes * (stage.row_tokens + 1)}
 
 
-def test_a_run_goes_on_with_another_number_of_rows():
-    """Of as many its walks stand where they stood; else they are evenly apart from the first."""
+def test_positions_in_the_vocabulary_after_a_change_of_rows():
+    """They stay if the number of rows stays. Otherwise they are spaced evenly from the first."""
     saved = 77, (5, 1, 2, 3, 4, 9, 6, 7)
     assert all(T.loader_state(CFG, many(n, 1), *saved) == saved for n in (1, 2, 8))
     more = T.loader_state(T.for_devices(CFG, 16), many(16, 1), *saved)
@@ -291,8 +293,8 @@ def test_a_run_goes_on_with_another_number_of_rows():
 
 
 @pytest.mark.parametrize("devices", [8, 64])
-def test_owners_are_asked_for_equally_many_ngrams(devices):
-    """Of ids as frequent as those of text (Zipf), which in order would be anything but even."""
+def test_requests_of_ngrams_are_spread_evenly_over_owners(devices):
+    """For ids with the frequencies of text (Zipf). In order of hashes they would be very uneven."""
     rng, rows, tokens = np.random.default_rng(0), T.Config.ngram_rows, 16_384
     frequent = rng.zipf(1.2, 10 * tokens)
     hashed = frequent[frequent < 32_980][:tokens].reshape(1, -1)
@@ -303,12 +305,12 @@ def test_owners_are_asked_for_equally_many_ngrams(devices):
         return (counts.max() - counts.mean()) / np.sqrt(counts.mean())
 
     assert fullest(ids) > 10 and fullest(T.spread(ids, rows)) < 4
-    places = T.spread(np.arange(522), 522)  # every row has a place of its own
+    places = T.spread(np.arange(522), 522)  # a permutation
     assert np.array_equal(np.sort(places), np.arange(522)) and places[-1] == 0
 
 
-def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatch):
-    """Eight devices, and all n-grams of one owner; of the others nothing changes."""
+def test_dropped_ngrams_use_the_row_of_no_history_and_are_counted(monkeypatch):
+    """All n-grams belong to one of eight devices."""
     cfg, rows = small_config(ngram_rows=2**16), 2**16
     hashed = np.random.default_rng(0).integers(0, BOS, (16, 256)).astype(np.uint16)
     wanted, places = T.request(cfg, hashed, 8, 8)
@@ -321,7 +323,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     assert moved[rows - 1] == 0 and moved[used].max() < rows // 8
     monkeypatch.setattr(T, "spread", lambda ids, rows: moved[ids])
     wanted, places = T.request(cfg, hashed, 8, 8)
-    assert np.all(wanted[:, 1:] == rows // 8)  # nothing of seven owners
+    assert np.all(wanted[:, 1:] == rows // 8)  # no requests to the other owners
     want = moved[ids].swapaxes(0, 1)
     each = zip(wanted, np.split(places, 8), strict=True)
     found = np.concatenate([own[0][at] for own, at in each])
@@ -332,7 +334,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
 
 
 def test_the_example_of_device_request_has_the_numbers_of_the_code():
-    """Every line of numbers in its docstring; which rows come back, as fetch_requests has them."""
+    """All lines of numbers in its docstring. Rows are returned as by fetch_requests."""
     lines = re.findall(r"^ +(\S.*?)  +((?:\d  )+\d)\b", T.device_request.__doc__, re.M)
     example = {name: [int(x) for x in numbers.split()] for name, numbers in lines}
     table_rows, devices, size = 8, 2, 3
@@ -357,11 +359,11 @@ def test_the_example_of_device_request_has_the_numbers_of_the_code():
 def test_a_row_with_too_many_targets_is_refused():
     with pytest.raises(T.UserError, match=r"5 different targets, more than its 4 .*stages.N.cand"):
         T.candidates(np.array([7, 3, 7, 99, 50, 1]), 0, 4, 104)
-    assert all(math.gcd(T.STRIDE, cfg.vocab) == 1 for cfg in T.PRESETS.values())  # meets every id
+    assert all(math.gcd(T.STRIDE, cfg.vocab) == 1 for cfg in T.PRESETS.values())  # reaches every id
 
 
-def test_prefixes_and_normal_forms_by_hand():
-    """The longest other word; the smallest id of a form, which part of a character has not."""
+def test_prefixes_and_normal_forms():
+    """A prefix is the longest other word. A form has its smallest id; parts of letters stay."""
     words = [b"a", b"ab", b"abcd", b"abd", b"b", b" A", b"\xc3\xa1", b"\xc3", b" ", b"AB ", b"\n"]
     words.append(b" \xc3")
     assert T.prefix_table(words, 13).tolist() == [-1, 0, 1, 1, -1, 8, 7, -1, -1, -1, -1, 8, -1]
@@ -373,14 +375,14 @@ def test_prefixes_and_normal_forms_by_hand():
 
 
 def always() -> threading.Event:
-    """A clock that runs."""
+    """Return the event of a running clock."""
     running = threading.Event()
     running.set()
     return running
 
 
 def counting(drawn: list, fails_at=None):
-    """Numbers that go to `drawn` when they are drawn, too."""
+    """Yield numbers, and append them to `drawn`."""
     for i in range(100):
         if i == fails_at:
             raise T.UserError(f"no item {i}")
@@ -389,7 +391,7 @@ def counting(drawn: list, fails_at=None):
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-def test_prefetch_keeps_the_order_and_makes_at_most_depth_and_one_in_hand_ahead(depth):
+def test_prefetch_keeps_the_order_and_is_at_most_depth_and_one_ahead(depth):
     drawn = []
     supply = T.prefetch(counting(drawn), depth, always())
     for taken in range(5):
@@ -402,14 +404,14 @@ def test_prefetch_keeps_the_order_and_makes_at_most_depth_and_one_in_hand_ahead(
     assert list(supply) == list(range(5, 100))
 
 
-def test_an_error_of_the_loader_comes_after_the_batches_before_it():
+def test_an_error_of_the_loader_is_raised_after_earlier_batches():
     supply = T.prefetch(counting([], fails_at=3), 2, always())
     assert [next(supply) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(T.UserError, match="no item 3"):
         next(supply)
 
 
-def test_a_stalled_loader_is_reported_and_waited_for(monkeypatch):
+def test_waiting_for_the_loader_is_reported(monkeypatch):
     monkeypatch.setattr(T, "STALL_SECONDS", 0.05)
     go, said = threading.Event(), []
 
@@ -424,8 +426,8 @@ def test_a_stalled_loader_is_reported_and_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_the_thread_of_a_closed_loader_ends(runs):
-    """Whether it waits for the clock, or for room; a notebook would keep it and its batches."""
+def test_the_thread_of_the_loader_ends_when_closed(runs):
+    """While it waits for the clock, or for space. A notebook would keep it and its batches."""
     running = always()
     before = {*threading.enumerate()}
     supply = T.prefetch(counting([]), 2, running)
@@ -439,7 +441,7 @@ def test_the_thread_of_a_closed_loader_ends(runs):
     assert not thread.is_alive()
 
 
-def test_the_loader_rests_while_the_clock_does():
+def test_the_loader_pauses_with_the_clock():
     running, drawn = always(), []
     supply = T.prefetch(counting(drawn), 50, running)
     assert [next(supply) for _ in range(3)] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""The loss of 12 steps of the tiny preset, number by number: no change of it goes unnoticed.
+"""Stored losses of 12 steps of the tiny preset.
 
 PYTHONPATH=tests:tests/helpers python tests/recipe/test_golden.py  # tests/golden/tiny_steps.json
 """
@@ -19,16 +19,16 @@ from programs import by_name, mesh_of, quick_compilation, run_steps
 import train_gpt as T
 
 GOLDEN = ROOT / "tests/golden/tiny_steps.json"
-# Micro-batches of all rows change these losses by 2e-7 of themselves. The smallest changes tried
-# are seen: no key offset makes 8e-4, a fifth more of Adam's decay 1e-4, the first coefficient of
-# ANVIL_MAPS 1 % off 8e-5, another hash for the second token of each row 5e-5.
+# Relative changes of losses: 2e-7 with larger micro-batches; 8e-4 without the key offset, 1e-4 with
+# a fifth more weight decay in Adam, 8e-5 with 1 % more in the first coefficient of ANVIL_MAPS, and
+# 5e-5 with another hash for the second token of each row.
 TOLERANCE = 1e-5
-UPDATE = "if that is meant, write the file anew (see the head of this test) and commit it"
+UPDATE = "if the change is intended, write the file again (see the head of this test)"
 
 
 def golden_config(**changes) -> T.Config:
-    """The tiny preset with its model and rates, but 12 steps of 4 rows and three stages, in which
-    it changes all that the record changes in a run."""
+    """Return the tiny preset with 12 steps of 4 rows and three stages. All numbers that the record
+    changes during a run change in it."""
     tiny = T.PRESETS["tiny"]
     stages = (
         T.Stage(0.5, 512, 128, 0, (32, 96), 1.0, (1, 0.5, 0.25), (1, 0.5, 0), (0.25,), (512,)),
@@ -41,7 +41,7 @@ def golden_config(**changes) -> T.Config:
 
 
 def golden_tokens(count: int, bos: int) -> np.ndarray:
-    """Documents of ids below 256 that rise in steps of 0 to 2; from a hash, so alike everywhere."""
+    """Return documents of ids below 256 that rise in steps of 0 to 2, drawn by a hash."""
     drawn = np.frombuffer(hashlib.shake_256(b"tokens").digest(2 * count), np.uint8)
     steps, ends = np.split(drawn, 2)
     ids = np.cumsum(steps % 3) % 256
@@ -50,7 +50,7 @@ def golden_tokens(count: int, bos: int) -> np.ndarray:
 
 @functools.cache
 def program(kernels: str, name: str):
-    """A compiled program of the golden run; the updates do not know of kernels."""
+    """Compile a program of the golden run."""
     cfg, mesh = golden_config(kernels=kernels), mesh_of(1)
     chosen, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     with quick_compilation():
@@ -58,7 +58,7 @@ def program(kernels: str, name: str):
 
 
 def losses(cfg: T.Config, folder: Path) -> list[float]:
-    """The training losses."""
+    """Return the training losses."""
     path = write_shard(
         folder / "golden_train_0.bin", golden_tokens(cfg.tokens_after(cfg.steps) + 1, cfg.bos)
     )
@@ -66,14 +66,16 @@ def losses(cfg: T.Config, folder: Path) -> list[float]:
     for key in itertools.chain(*T.schedule(cfg).programs):
         kernels = cfg.kernels if isinstance(key, T.Gradients) else "auto"
         compiled[str(key)] = program(kernels, str(key))
-    words = [bytes([i % 128]) * (1 + i // 128) for i in range(256)]  # half of them have a prefix
+    words = [
+        bytes([i % 128]) * (1 + i // 128) for i in range(256)
+    ]  # half of these words have a prefix
     found, _ = run_steps(cfg, mesh_of(1), compiled, path.parent, words)
     return [round(x, 7) for x in found]
 
 
 def differences(stored, now, name: str) -> list[str]:
-    """Which of the settings that both have, also those of layers and stages, differ: a setting that
-    has come or gone since the golden file was written is none, as the losses are the same."""
+    """Return the settings with different values, also in layers and stages. Settings that only one
+    side has are ignored, since the losses are the same."""
     if isinstance(stored, dict) and isinstance(now, dict):
         both = stored.keys() & now.keys()
         return [
@@ -86,12 +88,12 @@ def differences(stored, now, name: str) -> list[str]:
 
 
 def changed_fields(stored: dict) -> str:
-    """What in the preset is not as it was when the golden file was written."""
+    """Return the settings of the preset that have changed since the golden file was written."""
     found = differences(stored, json.loads(json.dumps(asdict(golden_config()))), "")
     return "; the preset has changed: " + ", ".join(found) if found else ""
 
 
-def test_a_setting_that_is_new_is_no_change_of_the_preset_and_another_value_is():
+def test_changed_settings_are_named_but_not_added_ones():
     stored = json.loads(GOLDEN.read_text())["config"]
     del stored["lr_floor"], stored["layers"][0]["xsa"]
     assert not changed_fields(stored | {"gone": 1})
@@ -102,8 +104,8 @@ def test_a_setting_that_is_new_is_no_change_of_the_preset_and_another_value_is()
 
 
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("plain", marks=pytest.mark.slow)])
-def test_tiny_preset_trains_as_it_did(tmp_path, kernels):
-    """With the kernels of a CPU, and with those of Part I."""
+def test_losses_of_the_tiny_preset_have_not_changed(tmp_path, kernels):
+    """With kernels for a CPU, and with plain functions."""
     golden = json.loads(GOLDEN.read_text())
     got = losses(golden_config(kernels=kernels), tmp_path)
     error = np.abs(np.divide(got, golden["losses"]) - 1)
@@ -114,7 +116,7 @@ def test_tiny_preset_trains_as_it_did(tmp_path, kernels):
     )
 
 
-def test_golden_losses_are_those_of_a_model_that_learns():
+def test_golden_losses_fall():
     golden = json.loads(GOLDEN.read_text())
     assert len(golden["losses"]) == golden_config().steps
     assert golden["losses"][-1] < 0.6 * golden["losses"][0]

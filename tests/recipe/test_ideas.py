@@ -1,4 +1,4 @@
-"""Every idea of the record can be left out; without any of them it is a plain GPT."""
+"""Every idea of the record can be disabled; without all of them it is a plain GPT."""
 
 import ast
 import copy
@@ -20,7 +20,7 @@ from training import BRIEF, arrays, assert_same_arrays, back_to, train_losses, t
 
 import train_gpt as T
 
-# What an idea has of its own among parameters, moments and arrays of a batch.
+# Idea -> parameters and kinds of state that exist only with it.
 OWN = {
     "values": {"value_tables", "value_gate", "value_average"},
     "value_gates": {"value_gate"},
@@ -36,13 +36,13 @@ OWN = {
     "averages": {*T.AVERAGES},
     "pointer": {"pointer_qk", "pointer_sink", "pointer_gain"},
 }
-# These do not change how gradients are computed, but what becomes of them, or of what starts.
+# Ideas that change updates or initial values, not gradients.
 UPDATES = {"muon", "zero_start", "momentum", "seldom", "equalize", "cautious", "tied", "o_start"}
 UPDATES |= {"scalar_betas", "rails", "averages"}
-# And these change what is computed forward, of the same parameters: a validation has it.
+# Ideas that change the forward pass with the same parameters, also in validation.
 FORWARD = {"squared_relu", "qk_norm", "logit_cap", "still", "key_offset", "paired", "narrow"}
 FORWARD |= {"qk_heads", "xsa", "gated", "x0", "signs", "reads"}
-QUICK = {"ngrams", "mudd", "muon", "xsa", "all"}  # one of gradients, of updates, forward; all
+QUICK = {"ngrams", "mudd", "muon", "xsa", "all"}  # ideas of each kind, and all
 CFG = small_config(
     pointer_width=8,
     layers=(
@@ -54,13 +54,13 @@ CFG = small_config(
 
 
 def names_of(cfg: T.Config) -> set[str]:
-    """Parameters and kinds of state."""
+    """Return the names of parameters and kinds of state."""
     state = T.map_state(cfg, lambda *_: 0)
     return {*T.param_table(cfg), *state}
 
 
 @pytest.mark.parametrize("idea", mostly_slow([*T.IDEAS, "all"], QUICK))
-def test_what_belongs_to_an_idea_alone_is_not_there_without_it(idea):
+def test_parameters_of_a_disabled_idea_do_not_exist(idea):
     cfg = T.override(CFG, [f"without={idea}"])
     assert cfg != replace(CFG, without=idea) and cfg.without == idea
     if idea == "all":
@@ -100,14 +100,13 @@ ONE_STAGE = replace(
 )
 
 
-# Three at a time, far apart in the list: programs without each one are traced elsewhere, and to
-# compile and run them one by one would be a fourth of all slow tests.
+# Three at a time, to save time. Other tests trace programs without each of them.
 THREES = [",".join([*T.IDEAS][first::14]) for first in range(14)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ideas", [*THREES, "all"])
-def test_without_some_ideas_a_run_learns_and_is_resumed(ideas, shards, tmp_path):
+def test_a_run_without_some_ideas_learns_and_resumes(ideas, shards, tmp_path):
     cfg = T.override(ONE_STAGE, [f"without={ideas}"])
     run = trained(cfg, tmp_path, shards)
     losses, end = train_losses(run), arrays(run / "checkpoints/6")
@@ -119,7 +118,7 @@ def test_without_some_ideas_a_run_learns_and_is_resumed(ideas, shards, tmp_path)
 
 @pytest.mark.slow
 def test_heads_share_keys_on_any_number_of_devices(shards, tmp_path):
-    """Eight pad every bank."""
+    """With eight devices, all banks are padded."""
     cfg = T.validate(replace(ONE_STAGE, kv_heads=1, qk_heads=1, checkpoint_every=0))
     each = (trained(replace(cfg, devices=n), tmp_path / str(n), shards) for n in (1, 8))
     one, eight = map(train_losses, each)
@@ -140,14 +139,14 @@ def test_without_all_tiny_is_plain():
     assert cfg.momentum == (0.93, 0.93) and cfg.adam_every == 1 and cfg.tied == cfg.target == 0
 
 
-def test_several_ideas_are_left_out_together_and_wrong_names_are_said():
+def test_several_ideas_are_disabled_together_and_unknown_names_are_refused():
     cfg = T.override(T.PRESETS["tiny"], ["without=xsa,mudd", "steps=9", "extension=0"])
     assert not any(layer.xsa or layer.mudd for layer in cfg.layers) and cfg.steps == 9
-    with pytest.raises(T.UserError, match=r"xsa,mud: not 'mud' \(mudd\?\), but all alone, or some"):
+    with pytest.raises(T.UserError, match="without=xsa,mud: it must be all, or a list of "):
         T.override(cfg, ["without=xsa,mud"])
 
 
-# Prints the definitions of train_gpt.py in which something is called, as a command runs.
+# Runs a command of train_gpt.py, and prints the first lines of all functions that were called.
 CALLED = """
 import os, runpy, sys, threading
 path, seen = sys.argv[1], set()
@@ -172,7 +171,7 @@ ALWAYS = {"with_ideas", "hyper_of_ideas", "token_blocks"}
 
 
 @pytest.mark.slow
-def test_plain_runs_all_that_the_core_has_and_none_of_the_ideas(tmp_path):
+def test_plain_runs_all_of_the_core_and_no_ideas(tmp_path):
     path = str(ROOT / "train_gpt.py")
     settings = "steps=4 momentum_cooldown=1 val_tokens=4096 sample_tokens=0 checkpoint_end=never"
     words = ["plain", "--out", str(tmp_path), "--cache", "off", "--set", *settings.split()]
@@ -186,15 +185,15 @@ def test_plain_runs_all_that_the_core_has_and_none_of_the_ideas(tmp_path):
             runs = bool(lines & {*range(first, node.end_lineno + 1)})
             is_reference = node.name == "attend_plain"  # attend_band is what runs
             if part_of(node) == 1 and node.lineno > CORE and not is_reference:
-                assert runs, f"{node.name} is no part of a core"
+                assert runs, f"{node.name} is not part of the core"
             if part_of(node) == 2 and runs and isinstance(node, ast.FunctionDef):
                 ideas.add(node.name)
     assert ideas <= ALWAYS
 
 
 class WithoutIdeas(ast.NodeTransformer):
-    """Removes the statements of Part I that quote the title of an idea's section: of an `if` the
-    lines below it, or all of it but the `else`."""
+    """Removes the statements of Part I with a comment that quotes the title of an idea. Of an `if`
+    with such a comment, only the `else` stays."""
 
     def visit(self, node):
         if not isinstance(node, ast.stmt) or not re.search(r'  # "[A-Z]', LINES[node.lineno - 1]):
@@ -205,8 +204,8 @@ class WithoutIdeas(ast.NodeTransformer):
 
 
 def without_ideas() -> str:
-    """The source without the lines of ideas in Part I, and without the functions of Part II."""
-    needed = {"IDEAS", "PLAIN_HAS", "blend", "token_blocks"}  # settings, and what Part V names
+    """Return the source without the lines of ideas in Part I and the functions of Part II."""
+    needed = {"IDEAS", "PLAIN_HAS", "blend", "token_blocks"}  # settings, and names of Part V
     kept = []
     for node in DEFINITIONS:
         part = part_of(node)
@@ -235,8 +234,8 @@ def test_without_the_lines_of_ideas_a_complete_gpt_remains(tmp_path):
     assert len(found[0]) == 5 and found[0] == found[1]
 
 
-def test_every_row_of_the_readme_says_how_its_idea_is_left_out():
-    """By a name of IDEAS, or by a --set that makes a config; every idea has a row."""
+def test_every_row_of_the_readme_names_the_setting_that_disables_its_idea():
+    """By a name of IDEAS, or by other valid settings. Every idea has a row."""
     rows = re.search(r"\| idea \|.*?\n\n", (ROOT / "README.md").read_text(), re.S)[0].strip()
     offs = [row.split("|")[-2].strip().strip("`") for row in rows.splitlines()[2:]]
     named = [off.removeprefix("without=").split(",") for off in offs if off.startswith("without=")]
@@ -246,17 +245,17 @@ def test_every_row_of_the_readme_says_how_its_idea_is_left_out():
 
 
 @pytest.mark.parametrize("names", ["xsa,x0,ngrams", "xsa,x0,ngrams,skip", "gated,skip"])
-def test_gates_of_either_small_mlp_may_be_all_that_there_are(names):
-    """Those of the layers before the one that looks, or of the others."""
+def test_only_one_small_mlp_may_have_gates(names):
+    """Gates of layers before the layer with `looks`, or gates of other layers."""
     cfg = T.override(CFG, [f"without={names}"])
     mesh = mesh_of(1)
     program = next(iter(T.programs(cfg, mesh, T.PLAIN).values()))
     text = str(traced(program, mesh).jaxpr)
     count = sum(len(each) > 0 for each in T.coefficient_starts(cfg, "gate"))
-    assert count in (1, 2) and text.count("erf") >= count  # of their hidden units
+    assert count in (1, 2) and text.count("erf") >= count  # in their hidden units
 
 
-def test_ideas_that_are_left_out_add_up():
+def test_disabled_ideas_add_up():
     at_once = T.override(CFG, ["without=mudd,xsa"])
     assert T.override(CFG, ["without=mudd", "without=xsa"]) == at_once
     assert T.override(T.override(CFG, ["without=mudd"]), ["without=xsa,mudd"]) == at_once

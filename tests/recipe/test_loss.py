@@ -1,4 +1,4 @@
-"""The loss against NumPy float64. That with its own gradient: tests/kernels."""
+"""The loss against NumPy in float64. tests/kernels has tests of the fused loss."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def sigmoid(x):
 
 
 def exact_losses(x_rd, head_vd, cfg):
-    """Cross-entropy [r, v] of every id as the target of every token, by a stable log-softmax."""
+    """Return the cross-entropy [r, v] of every id as a target, by a stable log-softmax."""
     a, b, c = cfg.logit_cap
     logits = a * sigmoid((np.asarray(x_rd, np.float64) @ np.asarray(head_vd, np.float64).T + b) / c)
     top = logits.max(-1, keepdims=True)
@@ -23,7 +23,7 @@ def exact_losses(x_rd, head_vd, cfg):
 
 
 def loss_inputs(tokens: int, k: int = 3):
-    """Outputs, head, targets [r, k] of which some repeat within a token, and weights."""
+    """Return outputs, head, targets [r, k] (some repeat within a token) and weights."""
     rng = np.random.default_rng(0)
     targets = rng.integers(0, 97, (tokens, k)).astype(np.int32)
     targets[::3] = targets[::3, :1]
@@ -36,18 +36,18 @@ def loss_inputs(tokens: int, k: int = 3):
 
 
 def exact(x, head, targets, weights, cfg):
-    """(weighted sum, plain sum, gradients of the weighted sum for x and head) in float64, target
-    by target."""
+    """Return (weighted sum, plain sum, gradients of the weighted sum for x and head) in float64,
+    target by target."""
     a, b, c = cfg.logit_cap
     x, head, weights = (np.asarray(y, np.float64) for y in (x, head, weights))
     every = exact_losses(x, head, cfg)
     losses = np.take_along_axis(every, targets, axis=1)
     inner = sigmoid((x @ head.T + b) / c)
-    chances = np.exp(-every)
-    assert np.abs(chances.sum(1) - 1).max() < 1e-12
-    d_logits = np.zeros_like(chances)
+    probs = np.exp(-every)
+    assert np.abs(probs.sum(1) - 1).max() < 1e-12
+    d_logits = np.zeros_like(probs)
     for token, k in np.ndindex(targets.shape):
-        d_logits[token] += weights[token, k] * chances[token]
+        d_logits[token] += weights[token, k] * probs[token]
         d_logits[token, targets[token, k]] -= weights[token, k]
     d_products = d_logits * a / c * inner * (1 - inner)
     sums = float(np.sum(losses * weights)), float(np.sum(losses[weights[:, 0] > 0, 0]))
@@ -55,7 +55,7 @@ def exact(x, head, targets, weights, cfg):
 
 
 def sums_and_gradients(x, head, targets, weights, cfg):
-    """(weighted sum, plain sum, gradients of the weighted sum for x and head)."""
+    """Return (weighted sum, plain sum, gradients of the weighted sum for x and head)."""
 
     def run(x, head):
         return T.cross_entropy(x, head, targets, weights, cfg)
@@ -66,8 +66,7 @@ def sums_and_gradients(x, head, targets, weights, cfg):
 
 @pytest.mark.parametrize("k, chunk, chunks", [(3, 60, 1), (3, 59, 2), (3, 7, 10), (1, 25, 3)])
 def test_cross_entropy_and_its_gradient_against_float64(k, chunk, chunks):
-    """With equal targets and zero weights; in the fewest equal chunks of which none is longer than
-    asked."""
+    """With equal targets and zero weights, in the fewest equal chunks up to the requested length."""
     inputs, cfg = loss_inputs(60, k), small_config(loss_chunk=chunk)
     assert [x.shape for x in T.in_chunks(cfg, 104, inputs[2])] == [(chunks, 60 // chunks, k)]
     assert len(T.in_chunks(cfg, 52, inputs[2])[0]) == -(-chunks // 2), "half as many ids"
@@ -80,8 +79,8 @@ def test_cross_entropy_and_its_gradient_against_float64(k, chunk, chunks):
 
 
 def test_cross_entropy_of_bfloat16_has_float32_losses_and_sums():
-    """Losses of bfloat16 logits would be off by up to 1/16, half a step at 15; a head's gradient
-    summed in bfloat16 over 60 chunks by several percent."""
+    """With bfloat16 logits, losses would have errors up to 1/16; a head's gradient summed in
+    bfloat16 over 60 chunks, several percent."""
     x, head, targets, weights = loss_inputs(60)
     inputs = jnp.asarray(x, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16), targets, weights
     cfg = small_config(loss_chunk=1)
@@ -95,15 +94,15 @@ def test_cross_entropy_of_bfloat16_has_float32_losses_and_sums():
         )  # seen: 0.003
 
 
-def test_no_cap_that_is_allowed_can_overflow():
-    """The worst case: all logits at the cap, in the largest table that uint16 ids can use."""
+def test_allowed_logit_caps_cannot_overflow():
+    """Worst case: all logits at the cap, with the largest vocabulary of uint16 ids."""
     for cap in range(100, 0, -1):
         try:
             cfg = small_config(vocab=65536, real_tokens=65536, logit_cap=(float(cap), 5.0, 7.5))
         except T.UserError:
             continue
         break
-    assert cap > 23  # that of the record
+    assert cap > 23  # the cap of the record
     x, head, targets = jnp.full((2, 32), 1e4), jnp.ones((65536, 32)), np.array([[0], [65535]])
     got = sums_and_gradients(x, head, targets, np.ones((2, 1), np.float32), cfg)
     np.testing.assert_allclose(got[:2], 2 * np.log(65536), rtol=1e-4, err_msg=f"logit_cap={cap}")

@@ -1,4 +1,4 @@
-"""The rules of the optimizers once more, in float64. As the programs use them: test_record92.py."""
+"""The optimizers against float64 formulas. test_record92.py checks them within the programs."""
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,20 @@ def matrices(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def mapped(s):
-    """Singular values after the six maps."""
+    """Return singular values after the six maps."""
     for a, b, c in T.ANVIL_MAPS:
         s = a * s + b * s**3 + c * s**5
     return s
 
 
 def exact_polar(x):
-    """What the six maps make of one matrix, by way of its singular values."""
+    """Apply the six maps to the singular values of a matrix."""
     u, s, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
     return (u * mapped(s / (1.05 * np.sqrt((s**2).sum()) + 1e-6))) @ vt
 
 
 def exact_equal(update, square, rate):
-    """Rows (of a wide matrix columns) over their running RMS, at the norm of before."""
+    """Divide rows (columns of a wide matrix) by their running RMS, and keep the norm."""
     axis = 1 if update.shape[0] >= update.shape[1] else 0
     square = square + rate * (np.mean(update**2, axis=axis) - square)
     even = update / np.expand_dims(np.sqrt(np.maximum(square, 1e-10)), axis)
@@ -47,8 +47,8 @@ def exact_adam(param, mean, square, grad, lr, decay, count, betas, eps):
 
 @pytest.mark.parametrize("betas, eps", [((0.5, 0.95), 1e-10), ((0.9, 0.99), 0.1)])
 def test_thirty_steps_of_adam(betas, eps):
-    """Gradients of sizes from 1 to 100, a falling rate, a decay that is a tenth of the step; a
-    row that never has a gradient rests."""
+    """Gradients of sizes from 1 to 100, a falling rate, and weight decay of a tenth of the step. A
+    row without gradients does not change."""
 
     @jit
     def adam(param, mean, square, grad, lr, count):
@@ -71,7 +71,7 @@ def test_thirty_steps_of_adam(betas, eps):
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-4), ("bfloat16", 0.08)])
 @pytest.mark.parametrize("rows, cols", [(64, 64), (128, 32), (32, 128)])
 def test_orthogonalize_maps_the_singular_values(rows, cols, dtype, atol):
-    """Of each matrix of a bank alone, whatever its size; zero stays zero."""
+    """Each matrix of a bank is mapped by itself, at any scale; zero stays zero."""
     bank = matrices(4, rows, cols) * np.float32([1, 1e-3, 0, 1e4])[:, None, None]
     got = jit(T.orthogonalize, static_argnames="dtype")(bank, dtype=jnp.dtype(dtype))
     assert got.dtype == dtype and not np.any(got[2])
@@ -79,15 +79,15 @@ def test_orthogonalize_maps_the_singular_values(rows, cols, dtype, atol):
         np.testing.assert_allclose(y, exact_polar(x), atol=atol)
 
 
-def test_the_maps_send_the_whole_interval_close_to_1():
+def test_the_maps_bring_all_singular_values_close_to_1():
     s = mapped(np.geomspace(1 / 256, 1 / 1.05, 10_000))
     assert 0.999 < s.min() and s.max() < 1.001
 
 
 @pytest.mark.parametrize("shape", [(3, 12, 6), (3, 6, 12), (2, 8, 8)])
 def test_four_steps_of_anvil(shape):
-    """Two averages of the gradient, neurons of equal size, decay where the slow average shrinks.
-    A zero gradient leaves the averages and moments, without NaN."""
+    """Two averages of the gradient, neurons with equal norms, and cautious weight decay. A zero
+    gradient leaves averages and moments unchanged, without NaN."""
     row = T.Param(shape, None, "anvil", "anvil", 0.3, 2.0, scale=tuple(range(1, 1 + shape[0])))
     param = matrices(*shape, seed=9).astype(np.float64)
     exact = [param, np.zeros(shape), np.zeros(shape), np.zeros((shape[0], max(shape[1:])))]
@@ -122,12 +122,12 @@ def test_four_steps_of_anvil(shape):
             np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
 
 
-def test_rows_of_a_table_learn_as_many_at_a_time_as_there_is_memory_for():
-    """Sums have the same order whatever the parts; one step of bare operations, or XLA would round
-    what it fuses in other ways."""
+def test_rows_of_a_table_are_updated_in_parts():
+    """The order of sums does not depend on the parts. Nothing is jitted, since XLA would round
+    fused operations differently."""
     size, width, rng = 37, 8, np.random.default_rng(5)
     waiting = []
-    for _ in range(3):  # steps, on two devices; each requests a row once, and has padding
+    for _ in range(3):  # steps on two devices; each requests a row once, with padding
         requested = np.full((2, 16), size, np.int32)
         grads = np.zeros((2, 16, width), np.float32)
         for ids, rows in zip(requested, grads, strict=True):
@@ -147,7 +147,7 @@ def test_rows_of_a_table_learn_as_many_at_a_time_as_there_is_memory_for():
     whole = after(96)
     assert np.any(whole[0] != table) and np.all(whole[1] != square)
     power = sum(float(jnp.sum(grads**2)) for _, grads in waiting)
-    assert 0 < float(whole[2]) != power  # of sums, not of what is summed
+    assert 0 < float(whole[2]) != power  # the norm of the sum
     for rows_at_once in (1, 5, 16, 95):
         got = after(rows_at_once)
         np.testing.assert_array_equal(got[0], whole[0])

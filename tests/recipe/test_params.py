@@ -1,4 +1,4 @@
-"""Parameters: sizes, starts, and their padding on devices. Rates and decays: test_record92.py."""
+"""Parameters: sizes, initial values, padding. test_record92.py checks rates and weight decay."""
 
 import functools
 import math
@@ -17,10 +17,9 @@ TABLES = {"head", "embed", "value_tables", "ngram_table"}
 BANKS = {"qk_bank", "vo_bank", "mlp_bank"}
 
 
-def test_numbers_and_flops_of_the_record_by_hand():
-    """A token costs 6 for every weight of a matmul that is used: of half-wide q and k in five
-    layers, of whole ones in two, of half-wide v and o in two and whole ones in five, of eleven
-    MLPs, of the rows of the head that are candidates; nothing for the tables."""
+def test_numbers_and_flops_of_the_record():
+    """A token costs 6 per weight of a matmul: q and k (half as wide in five of seven layers), v and
+    o (half as wide in two), eleven MLPs, and the candidates' rows of the head. Tables are free."""
     counts = {name: math.prod(row.shape) for name, row in T.param_table(RECORD).items()}
     assert sum(counts.values()) == 32_783_613_427
     assert counts.pop("head") == counts.pop("embed") == 50_304 * 768
@@ -38,8 +37,8 @@ def test_numbers_and_flops_of_the_record_by_hand():
 
 
 def test_shapes_follow_the_layers():
-    """No size need be a multiple of anything. Three layers attend, two have values; one has no
-    MLP, one has three."""
+    """Three layers have attention, two have values; one has no MLP, one has three. No size is a
+    multiple of the number of devices."""
     cfg = small_config(
         layers=(
             T.Layer("short", values=True, xsa=True, ngram=True, mlps=3),
@@ -71,7 +70,7 @@ def test_shapes_follow_the_layers():
     assert table["mlp_bank"].scale == (2, 4) * 5
 
 
-def test_rates_and_decays_of_the_config_reach_every_parameter():
+def test_learning_rates_and_weight_decay_of_the_config_are_used():
     changes = {"lr_anvil": 0.046, "decay_anvil": 6.75, "lr_adam": 0.016, "decay_adam": 0.015}
     other = T.param_table(small_config(**changes))
     for name, row in T.param_table(small_config()).items():
@@ -79,21 +78,21 @@ def test_rates_and_decays_of_the_config_reach_every_parameter():
         assert other[name].decay == pytest.approx(3 * row.decay, rel=1e-12), name
 
 
-# Large enough to measure a standard deviation; eight devices share none of the tables and not all
-# of the banks equally.
+# Large enough to measure a standard deviation. On eight devices, all tables and some banks need
+# padding.
 WIDE = small_config(width=128, mlp_width=256, vocab=1021, ngram_rows=1022)
 
 
 @functools.cache
 def start(devices: int):
-    """A jitted function seed -> the state of WIDE as it is made on so many devices, each once."""
+    """Return a cached function seed -> the initial state of WIDE on this number of devices."""
     with quick_compilation():
         return functools.cache(T.start_state(WIDE, mesh_of(devices)))
 
 
-def test_the_kinds_of_the_state():
-    """Adam has two moments, the n-gram table a mean square of each row, ANVIL two averages and mean
-    squares of the neurons along the longer side; what is averaged at the end has its averages."""
+def test_kinds_of_state():
+    """Adam has two moments, the n-gram table a mean square per row, and ANVIL two averages and mean
+    squares of neurons. Parameters that are averaged at the end have averages."""
     table = T.param_table(WIDE)
     want = {"params": {name: row.shape for name, row in table.items()}}
     for kind, names in (
@@ -111,8 +110,8 @@ def test_the_kinds_of_the_state():
     assert not any(np.any(x) for kind in {*state} - {"params"} for x in state[kind].values())
 
 
-def test_the_state_is_cut_into_equal_shares_and_padded_with_zeros():
-    """Tables and banks; small parameters are whole on each device. The abstract state says so."""
+def test_the_state_is_sharded_evenly_with_zeros_as_padding():
+    """Tables and banks are sharded, small parameters replicated. The abstract state is the same."""
     table, abstract = T.param_table(WIDE), T.abstract_state(WIDE, mesh_of(8))
     for kind, arrays in start(8)(7).items():
         for name, array in arrays.items():
@@ -133,24 +132,24 @@ NORMAL = {"head": 0.005, "value_tables": 0.01}  # std
 
 @pytest.fixture(scope="module")
 def params():
-    """The first parameters, as NumPy arrays."""
+    """The initial parameters as NumPy arrays."""
     return strip_padding(WIDE, start(1)(7)["params"])
 
 
-def test_tables_are_normal(params):
-    """130,688 draws or three times as many: the std is good to 0.2 %, the mean to 0.003 std."""
+def test_initial_tables_are_normal(params):
+    """130,688 samples or more: the std is accurate to 0.2 %, the mean to 0.003 std."""
     for name, std in NORMAL.items():
         values = params[name] / std
         assert abs(values.mean()) < 0.015 and abs(values.std() - 1) < 0.01
         assert 3.5 < np.abs(values).max() < 7
-        assert abs(np.mean(values**4) - 3) < 0.15  # not a uniform's 1.8
+        assert abs(np.mean(values**4) - 3) < 0.15  # a uniform distribution has 1.8
     np.testing.assert_array_equal(params["embed"], params["head"])
     planes = params["value_tables"].reshape(3, -1)
     assert np.abs(np.corrcoef(planes) - np.eye(3)).max() < 0.02
 
 
-def test_matrices_are_uniform_and_down_projections_zero(params):
-    """Output projections of attention too; 1,024 draws of a small one: the std is good to 1.5 %."""
+def test_initial_matrices_are_uniform_and_down_projections_zero(params):
+    """Smallest: 1,024 samples, with an accuracy of the std of 1.5 %."""
     found = []
     for name, std in UNIFORM.items():
         std /= math.sqrt(128)
@@ -158,14 +157,14 @@ def test_matrices_are_uniform_and_down_projections_zero(params):
         for values in live:
             assert abs(values.std() / std - 1) < 0.05 and abs(values.mean()) < 0.1 * std
             assert 1.69 * std < np.abs(values).max() <= math.sqrt(3) * std * (1 + 1e-6)
-            assert abs(np.mean((values / std) ** 4) - 1.8) < 0.2  # not a normal's 3
+            assert abs(np.mean((values / std) ** 4) - 1.8) < 0.2  # a normal distribution has 3
         found += [x.tobytes() for x in live]
     assert len(set(found)) == len(found), "two matrices are equal"
     assert not params["mlp_bank"][1::2].any()
 
 
-def test_small_parameters_start_at_their_constants(params):
-    """Gates start at the values in coefficient_starts, whatever the token."""
+def test_initial_small_parameters_are_constants(params):
+    """Gates begin with the values in coefficient_starts for every token."""
     mudd = np.zeros((2, 14))
     mudd[0] = [0, 0, 0, 0, 0, 0, 20, 20, 10 * math.sqrt(1.1), 10, 0, 0.5, 10 * math.sqrt(1.1), 10]
     mudd[1, 1] = -5
@@ -183,7 +182,7 @@ def test_small_parameters_start_at_their_constants(params):
 
 
 def test_the_seed_decides_every_random_value_and_nothing_else(params):
-    """Not the number of devices, not the padding; but how a program is compiled rounds."""
+    """Devices and padding do not. Differently compiled programs round differently."""
     other = strip_padding(WIDE, start(1)(8)["params"])
     for name, values in strip_padding(WIDE, start(8)(7)["params"]).items():
         np.testing.assert_allclose(values, params[name], rtol=3e-7, atol=1e-8)
@@ -194,23 +193,23 @@ def test_the_seed_decides_every_random_value_and_nothing_else(params):
             np.testing.assert_array_equal(values, other[name])
 
 
-def test_values_do_not_depend_on_the_other_parameters(monkeypatch, params):
-    """Each has its own key, made from its name. Here it is alone in the table, and not compiled."""
+def test_initial_values_do_not_depend_on_other_parameters(monkeypatch, params):
+    """Each parameter has a key from its name. Here it is the only one, and not compiled."""
     full = T.param_table(WIDE)
     monkeypatch.setattr(T, "param_table", lambda cfg: {"mlp_bank": full["mlp_bank"]})
     alone = T.init_state(WIDE, 7)["params"]["mlp_bank"]
     np.testing.assert_allclose(alone, params["mlp_bank"], rtol=3e-7, atol=1e-8)
 
 
-def test_signs_of_ngrams_are_as_many_of_either_kind_and_of_the_seed():
+def test_signs_of_ngrams_are_balanced_and_depend_on_the_seed():
     signs = np.asarray(T.sign_pool(WIDE, 0))
     assert signs.dtype == np.int8 and signs.shape == (WIDE.sign_rows, WIDE.width)
     assert {*signs.ravel().tolist()} == {-1, 1} and abs(signs.mean()) < 0.05
     assert np.any(signs != T.sign_pool(WIDE, 1))
 
 
-def test_a_bank_that_adam_updates_has_no_averages_of_anvils_steps():
-    """Their steps are not its own: an average that never follows is zero, and would be taken."""
+def test_a_bank_that_adam_updates_has_no_average():
+    """Averages follow the steps of ANVIL. Here, they would stay zero, and replace the weights."""
     cfg = small_config()
     bank = T.by_anvil(cfg, (2, 32, 32))
     for row, has in ((bank, True), (replace(bank, optimizer="adam", updated_by="adam"), False)):

@@ -1,4 +1,4 @@
-"""The five parts of train_gpt.py: what they may name."""
+"""The five parts of train_gpt.py, and the names of other parts that each may use."""
 
 import ast
 import inspect
@@ -11,7 +11,7 @@ import train_gpt as T
 
 LINES = (ROOT / "train_gpt.py").read_text().splitlines()
 TREE = ast.parse("\n".join(LINES))
-# Where the parts begin, at the rules above their titles; Part I with the head of the file.
+# First lines of the parts, at the rules above their titles. Part I includes the head of the file.
 RULES = [i - 1 for i, line in enumerate(LINES) if re.match("# PART (II|III|IV|V): ", line)]
 FIRST = [0, *RULES, len(LINES)]
 CORE = LINES.index("# PART I: THE CORE")  # the head of the file is before it
@@ -19,12 +19,12 @@ RECIPE = "\n".join(LINES[: FIRST[3]])  # Parts I to III
 
 
 def section(title: str) -> str:
-    """The source of the section of which the title begins so."""
+    """Return the source of the section with this title, or with these first words of it."""
     return re.search(rf"# ---- {title}.*?(?=\n# (?:---- |====))", "\n".join(LINES), re.S)[0]
 
 
 def names_of(node) -> list[str]:
-    """What a statement of the module defines."""
+    """Return the names that a statement of the module defines."""
     if hasattr(node, "name"):
         return [node.name]
     targets = getattr(node, "targets", [getattr(node, "target", None)])
@@ -33,15 +33,15 @@ def names_of(node) -> list[str]:
 
 
 def part_of(node) -> int:
-    """1 to 5."""
+    """Return the number of the part, 1 to 5."""
     return sum(node.lineno > first for first in FIRST[:5])
 
 
 DEFINITIONS = [node for node in TREE.body if not isinstance(node, ast.Import | ast.ImportFrom)]
 PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 
-# Uses of a later part: collectives and the order of work that XLA needs, the frame around a run,
-# and in Part IV the programs and kernels of Part V.
+# Uses of later parts: collectives, the order of operations for XLA, the functions around a run, and
+# in Part IV the programs and kernels of Part V.
 LATER = {
     "gathered_model": {"gather_banks"},
     "sum_over_devices": {"reduce_scatter"},
@@ -51,9 +51,8 @@ LATER = {
     "gradient_bytes": {"abstract_copies"},
     "held_bytes": {"abstract_copies", "abstract_state", "keys_of_steps"},
     "resident_bytes": {"abstract_copies", "abstract_state"},
-    "expected_bytes": {"abstract_batch", "batch_shape", "keys_of_steps"},
-    "model_bytes": {"PLAIN", "abstract_copies", "batch_shape", "pick_kernels"},
-    "plain_scores": {"SCORE_BYTES", "band_block"},
+    "expected_bytes": {"keys_of_steps"},
+    "with_whole_loss": {"keys_of_steps"},
     "keeps_logits_narrow": {"PLAIN", "pick_kernels"},
     "load_state": {"abstract_state"},
     "sizes_chosen": {"PLAIN", "loss_tokens"},
@@ -63,27 +62,33 @@ LATER = {
 
 
 def text_of(node) -> str:
-    """The lines of a definition, with its decorators."""
+    """Return the lines of a definition, with its decorators."""
     first = min(x.lineno for x in (node, *getattr(node, "decorator_list", [])))
     return "\n".join(LINES[first - 1 : node.end_lineno])
 
 
 def globals_of(table) -> set[str]:
-    """Names that are looked up in the module; not what has the same name within."""
+    """Return the names that are looked up in the module, not local names."""
     top = table.get_type() == "module"
     names = (x for x in table.get_symbols() if x.is_referenced() and (top or x.is_global()))
     return {x.get_name() for x in names}.union(*map(globals_of, table.get_children()))
 
 
 def later_names(text: str, part: int) -> set[str]:
-    """What the text of a definition uses of later parts than `part`; the first three are one."""
+    """Return the names of later parts in a definition. Parts I to III count as one part."""
     used = globals_of(symtable.symtable(text, "train_gpt.py", "exec"))
     return {name for name in used if PARTS.get(name, 0) > max(part, 3)}
 
 
-def test_no_part_names_anything_of_a_later_one_but_what_is_listed():
+def test_parts_use_only_listed_names_of_later_parts():
     own = {name for name, x in vars(T).items() if getattr(x, "__module__", "") == "train_gpt"}
-    assert own <= PARTS.keys() and {PARTS[name] for name in own} == {1, 2, 3, 4, 5}  # all is seen
+    assert own <= PARTS.keys() and {PARTS[name] for name in own} == {
+        1,
+        2,
+        3,
+        4,
+        5,
+    }  # all parts are found
     found = {}
     for node in DEFINITIONS:
         if names := later_names(text_of(node), part_of(node)):
@@ -93,7 +98,7 @@ def test_no_part_names_anything_of_a_later_one_but_what_is_listed():
 
 
 def sections(part: int) -> dict[str, str]:
-    """Name of a definition of a part -> the title of its section."""
+    """Return definition of a part -> title of its section."""
     first, last = FIRST[part - 1], FIRST[part]
     titles = [(i + 1, x) for i, x in enumerate(LINES[first:last], first) if x.startswith("# ---- ")]
     found = {}
@@ -104,7 +109,7 @@ def sections(part: int) -> dict[str, str]:
     return found
 
 
-# All that Part I, the core, uses of Part II, the ideas.
+# Functions of Part I, the core -> names of Part II, the ideas, that they use.
 HOOKS = {
     "forward": {"coefficients", "mudd_end", "ngram_vectors", "smear"},
     "layer_output": {"gated_values"},
@@ -131,7 +136,7 @@ HOOKS = {
 
 
 def uses_of_ideas() -> dict[str, set[str]]:
-    """Definition of Part I -> the names of Part II in it."""
+    """Return definition of Part I -> names of Part II that it uses."""
     found = {}
     for node in DEFINITIONS:
         if part_of(node) == 1 and node.lineno > CORE:
@@ -141,12 +146,12 @@ def uses_of_ideas() -> dict[str, set[str]]:
     return found
 
 
-def test_the_core_uses_of_ideas_the_hooks_that_are_listed_alone():
+def test_the_core_uses_only_listed_hooks_of_ideas():
     assert uses_of_ideas() == HOOKS
 
 
-def test_beside_each_hook_stands_the_section_of_its_idea():
-    """In the function that calls it, a comment with the title, or its first words, in quotes."""
+def test_a_comment_at_each_hook_names_the_section_of_its_idea():
+    """The function has a comment with the title, or its first words, in quotes."""
     title_of = sections(2)
     for function, hooks in HOOKS.items():
         quoted = re.findall(r'"([A-Z][^"]+)"', inspect.getsource(getattr(T, function)))
@@ -171,13 +176,13 @@ def test_no_local_name_hides_a_function_or_class_of_the_module():
     assert not hidden
 
 
-def test_no_other_comment_begins_like_the_title_of_a_part():
+def test_only_titles_of_parts_begin_like_titles():
     """Tools find the parts by their titles."""
     assert sum(line.upper().startswith("# PART ") for line in LINES) == 5
 
 
 def test_no_function_of_the_recipe_has_more_than_six_parameters():
-    """Those within others may."""
+    """Nested functions may."""
     counts = {
         node.name: sum(isinstance(x, ast.arg) for x in ast.walk(node.args))
         for node in DEFINITIONS

@@ -1,4 +1,4 @@
-"""The schedule of what a user edits; that of the record at every step: test_record92.py."""
+"""Schedules of changed settings. test_record92.py checks every step of the record."""
 
 from dataclasses import replace
 
@@ -13,14 +13,14 @@ RECORD = T.Config()
 
 
 def staged(steps: int, *shares: float, **changes) -> T.Config:
-    """A config whose stages differ in their first window, so that they can be told apart."""
+    """Return a config in which each stage has another first window."""
     stages = tuple(T.Stage(share, 256, 32, 0, (i + 1, 32)) for i, share in enumerate(shares))
     return small_config(**{"steps": steps, "extension": 0, "stages": stages, **changes})
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)
-def test_every_gradient_of_a_preset_goes_into_one_update(preset):
-    """Which takes those of as many steps as its program is made for. Stages hold all tokens."""
+def test_every_gradient_of_a_preset_is_used_in_one_update(preset):
+    """An update has as many gradients as its program expects. Stages contain all tokens."""
     cfg = T.PRESETS[preset]
     table, lengths = T.schedule(cfg), np.diff(cfg.boundaries)
     assert lengths.min() > 0 and lengths.sum() == cfg.steps and len(lengths) == len(cfg.stages)
@@ -28,7 +28,7 @@ def test_every_gradient_of_a_preset_goes_into_one_update(preset):
     assert (
         cfg.tokens_after(cfg.steps) == tokens and cfg.tokens_after(1) == cfg.stages[0].batch_tokens
     )
-    last = dict.fromkeys(T.param_table(cfg), -1)  # the step of each parameter's last update
+    last = dict.fromkeys(T.param_table(cfg), -1)  # parameter -> step of its last update
     for step in range(cfg.steps):
         gradients, *updates = table.programs[step]
         assert gradients[1:] == (table.stage[step], table.candidates[step])
@@ -39,8 +39,8 @@ def test_every_gradient_of_a_preset_goes_into_one_update(preset):
     assert cfg.steps - 1 - min(last.values()) < max(cfg.table_every)
 
 
-def test_shares_of_the_schedule_become_whole_steps():
-    """Halves go to the even number; 0.1 + 0.2 is a little above 0.3."""
+def test_shares_of_the_schedule_are_rounded_to_steps():
+    """Halves are rounded to even numbers; 0.1 + 0.2 is a little above 0.3."""
     for shares, extension, boundaries in (
         ((0.5, 0.5), 0, (0, 2, 5)),
         ((0.5, 0.5), 0, (0, 4, 7)),
@@ -65,11 +65,11 @@ def test_lr_falls_over_the_cooldown_to_the_floor():
         lr = T.schedule(replace(RECORD, **changes)).hyper.lr
         assert lr[step] == pytest.approx(scale, rel=1e-12)
     without_extension = T.schedule(staged(10, 1.0, cooldown=0.5)).hyper.lr
-    want = [1.0, 1.0, 0.2 + 0.8 * 0.3]  # the floor itself would be reached at step 10
+    want = [1.0, 1.0, 0.2 + 0.8 * 0.3]  # step 10 would be at the floor
     assert without_extension[[0, 5, 9]] == pytest.approx(want, rel=1e-12)
 
 
-def test_momentum_of_a_run_too_short_for_warmup_and_cooldown_is_the_lower_of_the_two():
+def test_momentum_of_a_short_run_is_the_minimum_of_warmup_and_cooldown():
     """4 steps up, 8 steps down, 10 in all: 0, 1/4, 1/2, 3/4 meet 1, 7/8, 6/8, 5/8 at step 5."""
     cfg = staged(10, 1.0, momentum_warmup=4, momentum_cooldown=8)
     want = [0, 1 / 4, 1 / 2, 3 / 4, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
@@ -77,15 +77,14 @@ def test_momentum_of_a_run_too_short_for_warmup_and_cooldown_is_the_lower_of_the
     assert T.schedule(replace(RECORD, momentum_cooldown=0)).hyper.momentum[-1] == 0.93
 
 
-def test_weights_of_a_single_target_count():
-    """Beside the loss on prefixes, say."""
+def test_weights_of_a_single_target_are_used():
     stage = T.Stage(1.0, 64, 8, 0, (2, 4), weights=(0.5,), weights_end=(0.25,))
     cfg = small_config(steps=4, extension=0, stages=(stage,))
     np.testing.assert_allclose(T.schedule(cfg).hyper.weights[:, 0], [0.5, 0.4375, 0.375, 0.3125])
 
 
-def test_entries_of_a_stage_hold_for_equal_parts_and_loss_weights_move_linearly():
-    """With more entries than steps some are left out. Weights may rise, too."""
+def test_entries_of_a_stage_have_equal_parts_and_loss_weights_change_linearly():
+    """With more entries than steps some are unused. Weights may rise, too."""
     entries = {"prefix": (1.0, 2.0, 3.0, 4.0, 5.0), "candidates": (0, 40)}
     stage = T.Stage(1.0, 256, 32, 0, (8, 32), 1.0, (1.0, 0.0), (2.5, 0.75), **entries)
     table = T.schedule(small_config(steps=3, extension=0, stages=(stage,)))
@@ -103,9 +102,8 @@ def test_entries_of_a_stage_hold_for_equal_parts_and_loss_weights_move_linearly(
         ((4, 4), 400, {3: 4, 7: 4, 11: 4}),
     ],
 )
-def test_updates_take_the_last_step_of_every_group(every, change, updates):
-    """Those of tables with the number of steps that each sums; the counts of both are of those
-    before, and one."""
+def test_updates_are_in_the_last_step_of_a_group(every, change, updates):
+    """Updates of tables, with the number of steps that each accumulates. Counts start at one."""
     cfg = replace(RECORD, table_every=every, table_change=change, adam_every=every[0])
     table = T.schedule(cfg)
     found = enumerate(updates_at(cfg, "tables")[:12])
@@ -117,8 +115,8 @@ def test_updates_take_the_last_step_of_every_group(every, change, updates):
         assert table.hyper.table_count[step] == 1 + sum(s < step for s in updates)
 
 
-def test_head_and_embedding_part_after_an_adam_step():
-    """The first one at or after the share of the schedule in which they are tied; 0: never tied."""
+def test_head_and_embedding_are_untied_after_an_adam_step():
+    """The first Adam step at or after the share `tied` of the schedule; with 0 they are never tied."""
     for every, last in ((1, 587), (2, 587), (3, 587), (5, 589), (8, 591)):
         adam = [*enumerate(updates_at(replace(RECORD, adam_every=every, tied=0.5), "adam"))]
         assert adam[last][1] and all(update.tied == (s <= last) for s, update in adam if update)
@@ -127,14 +125,14 @@ def test_head_and_embedding_part_after_an_adam_step():
         assert [update.tied for update in updates_at(cfg, "adam") if update] == [always] * 4
 
 
-def test_average_rates_by_hand():
+def test_average_rates():
     """Of ten steps the last six or five; Adam updates after odd ones, tables after 1, 3 and 7."""
-    ema = 1 - (1 - 2 / 7) ** 2  # of two steps at once, and of the last step alone
+    ema = 1 - (1 - 2 / 7) ** 2  # two steps at once; the last step has 2 / 7
     want = {3: 1.0, 5: ema, 7: ema, 9: 2 / 7}, {5: 1.0, 9: 1.0}, {7: 1.0}, {5: 1.0, 8: 1.0, 9: 1.0}
     got = T.schedule(small_config()).hyper.average_rates
     for column, rates in zip(got.T, want, strict=True):
         assert column == pytest.approx([rates.get(step, 0) for step in range(10)], rel=1e-12)
-    for tail in (1, 2, 7, 100):  # an average begins with the weight and stays within it
+    for tail in (1, 2, 7, 100):  # the first rate is 1, others at most 1
         rates = T.schedule(small_config(tail=tail, tail_average=tail)).hyper.average_rates
         assert np.all((rates >= 0) & (rates <= 1))
         assert all(column[column > 0][:1].tolist() in ([], [1.0]) for column in rates.T)

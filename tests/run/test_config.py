@@ -215,7 +215,10 @@ def test_config_survives_json(cfg):
     [
         (lambda fields: fields["stages"][0].pop("share"), "stages.0: share is missing, and has no"),
         (lambda fields: fields.update(softcap=30.0), "another train_gpt.py .*softcap"),
-        (lambda fields: fields.update(layers=11), "layers=11 is not valid"),  # an int in versions before record 92
+        (
+            lambda fields: fields.update(layers=11),
+            "layers=11 is not valid",
+        ),  # an int in versions before record 92
         (lambda fields: fields["stages"][0].update(weights=[1.0, "a"]), "weights.1='a'"),
     ],
 )

@@ -219,9 +219,7 @@ def test_enough_text_keeps_the_steps_and_settings_are_kept(tmp_path, fitted):
 
 
 @pytest.mark.parametrize("train, val", [(300_000, 30_000), (2_000_000, 5000), (40_000, 999)])
-def test_short_texts_are_repeated_and_validated_in_complete_rows(
-    tmp_path, fitted, train, val
-):
+def test_short_texts_are_repeated_and_validated_in_complete_rows(tmp_path, fitted, train, val):
     full = T.PRESETS["tiny"]
     cfg = fitted(own_text(tmp_path, train, val))
     stream = T.TokenStream(tmp_path, "train", cfg.bos, cfg.passes)

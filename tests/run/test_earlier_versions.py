@@ -44,7 +44,7 @@ def test_a_new_run_starts_with_its_parameters(run, monkeypatch):
 def test_it_is_not_resumed_with_the_exact_reason(run, capsys):
     assert T.main(["--resume", str(run)]) == 2
     line = capsys.readouterr().err
-    assert f"train_gpt.py is not what {run} began with: its log has that, so first head -c " in line
+    assert f"train_gpt.py has changed since {run} was started: restore it (" in line
 
 
 def test_its_model_continues_a_text(run, capsys):
