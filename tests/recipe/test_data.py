@@ -106,7 +106,7 @@ def packed(rows, t, doc_cap) -> T.Stage:
     return T.Stage(1.0, rows * t, t, doc_cap, (1, 1))
 
 
-PACK_SHARDS = (  # many short documents; no document; a rest that is too short; short and long documents
+PACK_SHARDS = (  # many short documents; none; too few tokens; short and long documents
     documents(5, 2400, mean=6),
     np.ones(50, np.uint16),
     documents(6, 150)[3:],

@@ -66,7 +66,7 @@ def sums_and_gradients(x, head, targets, weights, cfg):
 
 @pytest.mark.parametrize("k, chunk, chunks", [(3, 60, 1), (3, 59, 2), (3, 7, 10), (1, 25, 3)])
 def test_cross_entropy_and_its_gradient_against_float64(k, chunk, chunks):
-    """With equal targets and zero weights, in the fewest equal chunks up to the requested length."""
+    """With equal targets and zero weights, in the fewest equal chunks up to the given length."""
     inputs, cfg = loss_inputs(60, k), small_config(loss_chunk=chunk)
     assert [x.shape for x in T.in_chunks(cfg, 104, inputs[2])] == [(chunks, 60 // chunks, k)]
     assert len(T.in_chunks(cfg, 52, inputs[2])[0]) == -(-chunks // 2), "half as many ids"

@@ -116,7 +116,7 @@ def test_updates_are_in_the_last_step_of_a_group(every, change, updates):
 
 
 def test_head_and_embedding_are_untied_after_an_adam_step():
-    """The first Adam step at or after the share `tied` of the schedule; with 0 they are never tied."""
+    """The first Adam step at or after the share `tied` of the schedule; 0 means never tied."""
     for every, last in ((1, 587), (2, 587), (3, 587), (5, 589), (8, 591)):
         adam = [*enumerate(updates_at(replace(RECORD, adam_every=every, tied=0.5), "adam"))]
         assert adam[last][1] and all(update.tied == (s <= last) for s, update in adam if update)

@@ -72,7 +72,7 @@ def test_tokens_without_a_document_are_refused(tmp_path):
 
 
 def test_tokens_of_another_tokenizer_are_ids_without_bytes(tmp_path, fitted):
-    """The error names the settings. A description next to the shards sets them; texts are refused."""
+    """The error names the settings, which a description may contain. Texts are refused."""
     words = r"is not bytes: set encoding \(ids for your own .*\), vocab, real_tokens and bos, "
     with pytest.raises(T.UserError, match=words):
         check(tmp_path / "a", [np.minimum(documents(1, 8000), 94)], bos=95)

@@ -1,4 +1,4 @@
-"""One whole run: its log, metrics and run.json, what happens inside the clock, how it can end."""
+"""A complete run: log, metrics, run.json, the clock, and ways to end."""
 
 import hashlib
 import importlib.metadata
@@ -43,16 +43,14 @@ RULE = b"=" * 100 + b"\n"
 
 @pytest.fixture(scope="module")
 def train(shards):
-    """train(cfg, out, ...) on the shards of the tests."""
+    """Return a function that trains on the shards of the tests."""
     return lambda cfg, out, **options: trained(cfg, out, shards, **options)
 
 
 @pytest.fixture(scope="module")
 def run(train, tmp_path_factory):
-    """The run that most tests look at: its folder, terminal lines, log and metrics.
-
-    And `seen`: what jax compiled and what the run did, in order, and whether the clock ran then.
-    """
+    """A run for most tests: its folder, terminal lines, log and metrics; and `seen`, a list of
+    (event, whether the clock was running)."""
     said, seen, now, threads = [], [], {"clock": False}, set(threading.enumerate())
     listening = True
 
@@ -72,7 +70,7 @@ def run(train, tmp_path_factory):
 
         patch.setattr(owner, name, call)
 
-    jax.clear_caches()  # what an earlier test compiled on the way must be seen to be compiled again
+    jax.clear_caches()  # programs of earlier tests must be compiled again
     jax.monitoring.register_event_duration_secs_listener(on_event)
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, T.Clock, "start", clock=True)
@@ -88,15 +86,15 @@ def run(train, tmp_path_factory):
 
 
 def assert_ended(threads: set):
-    """No thread but those of `threads` goes on, after a moment: a batch in the making is made."""
+    """Check that all threads but `threads` end within five seconds."""
     end = time.monotonic() + 5
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < end:
-        time.sleep(0.01)  # not join(): what a pool of threads has not started cannot be waited for
+        time.sleep(0.01)  # join() fails for threads that a pool has not started
     assert not left
 
 
 def last_lines(run) -> list[str]:
-    """The lines of log.txt after its second rule, without those of checkpoints."""
+    """Return the lines of log.txt after its second rule, except lines of checkpoints."""
     lines = run.log.split(RULE)[2].decode().splitlines()
     return [line for line in lines if not line.startswith("checkpoint:")]
 
@@ -104,7 +102,7 @@ def last_lines(run) -> list[str]:
 # ---- log.txt, metrics.jsonl, run.json, the terminal --------------------------------------------
 
 
-def test_log_begins_with_the_source_and_what_the_run_stands_on(run):
+def test_log_begins_with_the_source_and_the_facts_of_the_run(run):
     source = (ROOT / "train_gpt.py").read_bytes()
     assert run.log.startswith(source)
     before, about, after = run.log[len(source) :].split(RULE)
@@ -117,13 +115,13 @@ def test_log_begins_with_the_source_and_what_the_run_stands_on(run):
         assert f"{name}: {json.dumps(facts(run.dir)[name])}" in lines
 
 
-def test_log_has_every_step_once_in_the_original_speedruns_format(run):
+def test_log_has_each_step_once_in_the_format_of_modded_nanogpt(run):
     *steps, dropped, last = last_lines(run)
     assert dropped == "n-grams that found no room: 0" and facts(run.dir)["dropped_ngrams"] == 0
     assert re.fullmatch(r"peak memory allocated: \d+ MiB", last)
     form = r"step:(\d+)/8 (val_loss:\d+\.\d{4} )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
     found = [re.fullmatch(form, line) for line in steps]
-    assert all(found), "a line of another kind"
+    assert all(found), "a line has another form"
     order = [(int(match[1]), bool(match[2])) for match in found]
     assert order == [
         *((0, True), (1, False), (2, False), (3, False), (4, False), (4, True)),
@@ -151,7 +149,7 @@ def test_metrics_agree_with_the_log(run):
             assert fields["lr"] == T.schedule(CFG).hyper.lr[step - 1]
 
 
-def test_run_json_has_exactly_these_facts(run, monkeypatch):
+def test_facts_in_run_json(run, monkeypatch):
     got = facts(run.dir)
     shards = T.Path(got["config"]["data"]).glob("*.bin")
     seconds = got.pop("compile_seconds")
@@ -199,14 +197,14 @@ def test_run_json_has_exactly_these_facts(run, monkeypatch):
     }  # fmt: skip
 
 
-def test_sizes_that_a_machine_decides_are_among_the_choices():
-    """Of every stage, and of each number of candidates; lengths of rows only if they are others."""
+def test_choices_include_sizes_that_depend_on_the_machine():
+    """For each stage and number of candidates. Lengths of rows are included if they changed."""
     cfg = small_config(loss_chunk=16, micro_tokens=64)
     mesh = mesh_of(2)
     on_devices = T.make_mesh(replace(cfg, devices=2))[0]
     chosen = T.sizes_chosen(cfg, on_devices, mesh, T.PLAIN)
     assert chosen["micro_batches"] == [2, 4, 4] and chosen["whole_loss"] == "auto"
-    assert chosen["loss_chunks"] == [1, 4, 4]  # 32 tokens of 34, 64 of 23, 64 of 16 at a time
+    assert chosen["loss_chunks"] == [1, 4, 4]  # chunks of up to 34, 23 and 16 tokens
     fused = T.PLAIN._replace(cross_entropy=T.fused_cross_entropy)
     whole = replace(on_devices, whole_loss="always")
     assert T.sizes_chosen(cfg, whole, mesh, fused)["loss_chunks"] == [1, 1, 1]
@@ -220,7 +218,7 @@ def test_sizes_that_a_machine_decides_are_among_the_choices():
     (8 * 4096, 4800, []), (32_771, 4800, ["attention computes 1,073,938,441 scores per head at o"]),
     (2 * 1009, 4800, []), (2 * 1009, 1000, ["the loss takes 1,009 chunks per row"]),
 ])  # fmt: skip
-def test_a_row_with_few_divisors_is_warned_of(row, chunk, words):
+def test_a_warning_about_rows_with_few_divisors(row, chunk, words):
     stage = T.Stage(1.0, 8 * row, row, 0, (128, 384))
     cfg = small_config(stages=(stage,), extension=0, val_row=64, loss_chunk=chunk)
     said = []
@@ -231,7 +229,7 @@ def test_a_row_with_few_divisors_is_warned_of(row, chunk, words):
         assert line.startswith(f"{odd}: {part}") and line.endswith(": choose a multiple of 128")
 
 
-def test_a_run_on_fineweb_reports_whether_its_shards_are_as_published(train, shards, tmp_path):
+def test_a_run_on_fineweb_reports_whether_its_shards_are_verified(train, shards, tmp_path):
     folder = tmp_path / "fineweb"
     folder.mkdir()
     hashes = {}
@@ -249,7 +247,7 @@ def test_a_run_on_fineweb_reports_whether_its_shards_are_as_published(train, sha
         assert f"\nFineWeb shards: {word}\n" in (run / "log.txt").read_text()
 
 
-def test_terminal_says_how_it_went(run, train, tmp_path):
+def test_lines_on_the_terminal(run, train, tmp_path):
     assert run.said[0].startswith(f"run {run.dir} on 2 x cpu; kernels: ")
     assert sum("val_loss:" in line for line in run.said) == 3
     loss = facts(run.dir)["val_loss"]
@@ -260,10 +258,10 @@ def test_terminal_says_how_it_went(run, train, tmp_path):
     steps = [line.split()[0] for line in said if " train_loss:" in line]
     assert steps == ["step:1/8", "step:3/8", "step:6/8"]
     assert said[-1].startswith("target 0.5 MISSED: ")
-    assert said[-1].endswith(f"; see {next(tmp_path.iterdir())}")  # where the run lies
+    assert said[-1].endswith(f"; see {next(tmp_path.iterdir())}")  # the folder of the run
 
 
-def test_progress_is_one_line_on_a_terminal_and_several_elsewhere(monkeypatch):
+def test_progress_is_one_line_on_a_terminal_only(monkeypatch):
     lines = "1 of 2 programs are ready\r", "step:1/4"
     for terminal, want in ((True, "".join(lines) + "\n"), (False, "\n".join(lines) + "\n")):
         stream = io.StringIO()
@@ -273,8 +271,8 @@ def test_progress_is_one_line_on_a_terminal_and_several_elsewhere(monkeypatch):
         assert stream.getvalue() == want
 
 
-def test_a_run_ends_with_a_sample_though_it_keeps_no_checkpoint(train, tmp_path):
-    """In the same process, from the state that it has; one from the checkpoint is the same."""
+def test_a_run_ends_with_a_sample_also_without_a_checkpoint(train, tmp_path):
+    """A sample from a checkpoint is the same."""
     cfg = replace(CFG, sample_tokens=5, checkpoint_every=0, checkpoint_end="never")
     said = []
     folder = train(cfg, tmp_path, say=said.append)
@@ -296,34 +294,29 @@ def test_a_run_ends_with_a_sample_though_it_keeps_no_checkpoint(train, tmp_path)
 
 
 def test_a_run_on_ids_without_bytes_ends_without_a_sample(train, run, tmp_path):
-    """It has candidates, signs and hashed n-grams as any other, but no prefix."""
+    """It has candidates, signs and hashed n-grams like other runs, but no prefixes."""
     said = []
     folder = train(replace(CFG, encoding="ids", sample_tokens=5), tmp_path, say=said.append)
     assert said[-1] == "no sample: the tokens have no bytes (encoding=ids)"
-    assert said[-2].startswith("target 10.0 met: val_loss")  # no preset has another encoding
+    assert said[-2].startswith("target 10.0 met: val_loss")  # the target is for this encoding
     assert facts(folder)["finished"] and not (folder / "sample.txt").exists()
-    assert train_losses(folder) != train_losses(run.dir)  # n-grams of ids, not of normal forms
+    assert train_losses(folder) != train_losses(run.dir)  # n-grams of ids instead of normal forms
     raw = train(replace(CFG, ngram_ids="raw"), tmp_path)
     assert train_losses(folder) == train_losses(raw)
 
 
 @pytest.mark.parametrize("other", [None, object()])
-def test_a_sample_leaves_no_other_module_behind(other, monkeypatch):
-    """Of this name there may be another one, or none, as where the trainer is the main module."""
-    log = SimpleNamespace(cfg=CFG, say=pytest.fail)
+def test_a_tool_imports_the_running_trainer(other, monkeypatch):
+    """As `train_gpt`, also if the trainer is the main module. Another module of this name stays."""
     seen = []
-
-    def run_path(path):
-        seen.append(sys.modules["train_gpt"])
-        return {"Trained": lambda: None, "demonstrate": lambda model, log: None}
-
-    monkeypatch.setattr(T.runpy, "run_path", run_path)
+    monkeypatch.setattr(T.runpy, "run_path", lambda path: seen.append(sys.modules["train_gpt"]))
     monkeypatch.delitem(sys.modules, "train_gpt")
     if other:
         monkeypatch.setitem(sys.modules, "train_gpt", other)
     monkeypatch.setitem(sys.modules, T.__name__ + "_run", T)
     monkeypatch.setattr(T, "__name__", T.__name__ + "_run")
-    T.demonstrate(log, ())
+    load = T.records_tool.__wrapped__  # tools are cached
+    assert load("sample.py") is load("absent.py") is None
     assert seen == [T] and sys.modules.get("train_gpt") is other
 
 
@@ -333,7 +326,7 @@ model name\t: AMD EPYC \n
 processor : 1
 model name\t: AMD EPYC \n
 """
-# Those of a Raspberry Pi 5 and of a phone whose cores differ, without other lines.
+# From /proc/cpuinfo of a Raspberry Pi 5, and of a phone with two kinds of cores.
 ARM = "CPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: 0xd0b\n"
 BIG_LITTLE = ARM + "CPU implementer\t: 0x41\nCPU part\t: 0xd05\n" + ARM
 
@@ -352,7 +345,7 @@ BIG_LITTLE = ARM + "CPU implementer\t: 0x41\nCPU part\t: 0xd05\n" + ARM
     ],
 )
 def test_cpus_of_different_kinds_have_different_names(system, answer, want, monkeypatch):
-    """They are classes of records. `answer`: of /proc/cpuinfo or sysctl; None: it is not there."""
+    """Records name the CPU. `answer` is the output of /proc/cpuinfo or sysctl; None: not found."""
 
     def read_text(path):
         if answer is None:
@@ -375,51 +368,52 @@ def test_an_error_in_the_sample_does_not_fail_the_run(train, tmp_path, monkeypat
     said, real = [], T.records_tool
     monkeypatch.setattr(T, "records_tool", lambda name: {} if name == "sample.py" else real(name))
     folder = train(replace(CFG, sample_tokens=5), tmp_path, say=said.append)
-    assert said[-1] == "warning: there is no sample: KeyError('Trained')"
+    assert said[-1] == "warning: there is no sample: KeyError('demonstrate')"
     assert facts(folder)["finished"]
 
 
-def test_same_seed_same_run_and_other_seed_other_run(train, run, tmp_path):
-    again = train(replace(CFG, checkpoint_every=0), tmp_path)  # saving changes nothing
+def test_the_seed_determines_the_run(train, run, tmp_path):
+    again = train(replace(CFG, checkpoint_every=0), tmp_path)  # checkpoints have no effect
     other = train(replace(CFG, seed=1), tmp_path)
     assert without_times(again) == without_times(run.dir)
     assert_same_arrays(arrays(again / "checkpoints/8"), arrays(run.dir / "checkpoints/8"))
     assert train_losses(other)[1:] != train_losses(run.dir)[1:] and facts(other)["seed"] == 1
 
 
-# ---- The clock, and what happens while it runs -------------------------------------------------
+# ---- The clock ---------------------------------------------------------------------------------
 
 
-def test_nothing_compiles_while_the_clock_runs(run):
+def test_nothing_is_compiled_while_the_clock_runs(run):
     compiled = [clock for name, clock in run.seen if name.startswith("/jax")]
-    assert compiled.count(False) > 5, "the listener does not hear of compilations"
+    assert compiled.count(False) > 5, "the listener gets no events"
     assert compiled.count(True) == 0
 
 
-def test_clock_runs_while_data_is_loaded_and_stands_while_validating(run):
+def test_the_clock_includes_loading_and_excludes_validation(run):
     clock = {name: [on for what, on in run.seen if what == name] for name, _ in run.seen}
     assert clock["next_batch"][0] is True and len(clock["next_batch"]) == CFG.steps
     assert clock["evaluate"] == [False] * 3  # after 0, 4 and 8 steps
-    assert clock["write_checkpoint"] == [True] * 3 + [False]  # on the way, and the last one
+    assert clock["write_checkpoint"] == [True] * 3 + [
+        False
+    ]  # during the run, and the last checkpoint
     assert clock["warm_up"] == [False]
-    # The tables of documents and of the vocabulary are made from the data, so once more inside.
+    # Work on data counts, so documents and vocabulary are computed again while the clock runs.
     assert clock["vocabulary"].count(True) == 1
     assert clock["documents"][0] is False and clock["documents"][-1] is True
 
 
 @pytest.mark.parametrize("counts", [(2,), pytest.param((1, 2), marks=pytest.mark.slow)])
-def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(
+def test_log_norms_adds_norms_of_gradients_to_the_metrics(
     train, run, tmp_path, monkeypatch, counts
 ):
-    """Of each parameter that a step updates; they are those of the whole gradient on any number of
-    devices."""
+    """For each parameter that a step updates. They do not depend on the number of devices."""
     kernels, _ = T.pick_kernels(CFG, jax.devices()[0])
     every = T.programs(CFG, mesh_of(CFG.devices), kernels).items()
     known = {(x.step.func, str(x.args)): key for key, x in every if not isinstance(key, T.Update)}
     compiled = {devices: programs_of(CFG, devices) for devices in counts}
 
     def lower(program, real=T.Program.lower):
-        """Updates alone know of norms; all else is as `run` has compiled it."""
+        """Only updates compute norms; other programs are those of `run`."""
         if key := known.get((program.step.func, str(program.args))):
             return SimpleNamespace(compile=lambda: compiled[program.mesh.size][str(key)])
         return real(program)
@@ -436,7 +430,7 @@ def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(
         found.append([{k: v for k, v in line.items() if k.startswith("norm_")} for line in steps])
         assert {*found[-1][0]} == {f"norm_{name}" for name in T.updated(cfg, "anvil")}
         assert min(found[-1][0].values()) > 0
-        tied = updates_at(cfg, "adam")[3].tied  # then the head's is that of the embedding too
+        tied = updates_at(cfg, "adam")[3].tied  # the norm of the head then includes the embedding
         names = [name for name in T.param_table(cfg) if name != "embed" or not tied]
         assert {*found[-1][3]} == {f"norm_{name}" for name in names}
     for one, two in zip(found[0], found[-1], strict=True):
@@ -444,7 +438,7 @@ def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(
     assert not any(key.startswith("norm_") for line in run.metrics for key in line)
 
 
-def test_norms_of_parameters_are_said_where_a_step_is(tmp_path):
+def test_norms_are_printed_after_the_line_of_a_step(tmp_path):
     said, norms = [], {"head": np.float32(0.0012), "qk_bank": np.float32(12.5)}
     for wanted in (False, True):
         cfg = replace(CFG, log_norms=wanted, log_every=2)
@@ -467,20 +461,20 @@ def test_norms_of_parameters_are_said_where_a_step_is(tmp_path):
     assert line["norm_qk_bank"] == 12.5
 
 
-def test_jax_may_look_for_nans(train, tmp_path, monkeypatch):
-    """The zeros of warm_up make some, the run does not."""
-    monkeypatch.setattr(T, "warm_up", lambda *_: pytest.fail("it would end here"))
+def test_a_run_with_jax_debug_nans(train, tmp_path, monkeypatch):
+    """It skips warm_up, in which zeros make NaNs."""
+    monkeypatch.setattr(T, "warm_up", lambda *_: pytest.fail("it would raise here"))
     with jax.debug_nans(True):
         folder = train(replace(CFG, checkpoint_every=0), tmp_path)
     assert facts(folder)["finished"]
 
 
-# ---- When checkpoints are taken ----------------------------------------------------------------
+# ---- Steps of checkpoints ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every, want", [(1, "2468"), (3, "468"), (5, "68"), (0, "8")])
-def test_checkpoints_are_taken_at_the_first_chance_after_each_period(train, tmp_path, every, want):
-    """Not after an odd number of steps, when gradients wait for an update; and at the end."""
+def test_steps_of_checkpoints(train, tmp_path, every, want):
+    """After an odd number of steps, gradients are accumulated, so the next step is used."""
     folder = train(replace(CFG, checkpoint_every=every), tmp_path)
     assert steps_of(folder) == list(want[-2:])  # the newest two stay
     log = (folder / "log.txt").read_text()
@@ -488,12 +482,12 @@ def test_checkpoints_are_taken_at_the_first_chance_after_each_period(train, tmp_
     assert re.findall(form, log, re.MULTILINE) == list(want)
 
 
-# ---- A validation shard that is cut under the run ----------------------------------------------
+# ---- A validation shard that is truncated during the run ---------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1999, 100])
-def test_a_validation_shard_that_is_cut_under_the_run_ends_it(shards, tmp_path, tokens):
-    """What is cut off within a page of memory reads as zeros, of which the loss is better."""
+def test_truncating_a_validation_shard_ends_the_run(shards, tmp_path, tokens):
+    """The rest of a page of memory would be read as zeros, with a lower loss."""
     data = shutil.copytree(shards, tmp_path / "data")
     shard = data / "small_val_000000.bin"
 
@@ -512,7 +506,7 @@ def test_a_validation_shard_that_is_cut_under_the_run_ends_it(shards, tmp_path, 
 
 
 @pytest.mark.parametrize("loss", [math.nan, 3 * math.log(CFG.vocab)])
-def test_a_run_that_diverges_ends_with_a_line_and_keeps_its_last_good_checkpoint(
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
     train, run, tmp_path, monkeypatch, loss
 ):
     def log_step(log, newest, real=T.log_step):
@@ -526,7 +520,7 @@ def test_a_run_that_diverges_ends_with_a_line_and_keeps_its_last_good_checkpoint
         train(CFG, tmp_path)
     (folder,) = tmp_path.iterdir()
     assert T.find_checkpoint(folder).step == 4 and facts(folder)["finished"] is False
-    assert len(train_losses(folder)) == 4  # a loss that is no number is no JSON either
+    assert len(train_losses(folder)) == 4  # JSON has no NaN
 
 
 # ---- A full disk, a closed terminal ------------------------------------------------------------
@@ -537,12 +531,12 @@ def no_space(*_):
 
 
 def for_logs(make):
-    """`open`, but what is opened to append to, as logs are, is what `make` makes of its path."""
+    """Return `open`, except that files in mode "ab", as logs, come from make(path)."""
     return lambda path, mode="r", **how: make(path) if mode == "ab" else open(path, mode, **how)
 
 
 def test_a_full_disk_during_a_checkpoint_does_not_end_the_run(train, run, tmp_path, monkeypatch):
-    """It says so, leaves nothing half, and the next checkpoint is written when there is room."""
+    """It prints a warning and deletes incomplete files. The next checkpoint may succeed."""
     said, kept = [], []
 
     def save(path, rows, real=np.save):
@@ -565,7 +559,7 @@ def test_a_full_disk_during_a_checkpoint_does_not_end_the_run(train, run, tmp_pa
 def test_a_disk_that_stays_full_leaves_the_last_good_checkpoint_and_the_result(
     train, run, tmp_path, monkeypatch
 ):
-    """That the end was not saved is an error, whose line has the reason, which numpy's lacks."""
+    """The missing last checkpoint is an error, with a reason that numpy does not report."""
     said = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3000))
     monkeypatch.setattr(
@@ -578,13 +572,15 @@ def test_a_disk_that_stays_full_leaves_the_last_good_checkpoint_and_the_result(
         train(replace(CFG, sample_tokens=5), tmp_path / "logs", say=said.append)
     (folder,) = (tmp_path / "logs").iterdir()
     (end,) = [i for i, line in enumerate(said) if line.startswith("target 10.0 met: val_loss ")]
-    assert said[end + 1].startswith("bits per byte of the validation text: ")  # a sample, too
+    assert said[end + 1].startswith(
+        "bits per byte of the validation text: "
+    )  # the sample is printed, too
     assert facts(folder)["finished"] is True and without_times(folder) == without_times(run.dir)
     assert steps_of(folder) == ["2"] and facts(folder)["missing"].startswith("there is no checkpoi")
 
 
-def test_a_full_disk_under_the_log_does_not_end_the_run(train, run, tmp_path, monkeypatch):
-    """No byte is lost: it waits in the buffer."""
+def test_a_full_disk_for_the_log_does_not_end_the_run(train, run, tmp_path, monkeypatch):
+    """Lines wait in the buffer."""
 
     class Full(io.FileIO):
         def write(self, data):
@@ -601,10 +597,8 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(train, run, tmp_path, mo
     assert names[0] == names[1]
 
 
-def test_a_disk_that_is_full_from_the_beginning_ends_the_run_before_it_compiles(
-    train, tmp_path, monkeypatch
-):
-    """Also one that takes the empty files and run.json, but not the source in the log."""
+def test_a_disk_that_is_already_full_ends_the_run_before_compiling(train, tmp_path, monkeypatch):
+    """Also if empty files can be created on it."""
     monkeypatch.setattr(T, "compile_all", partial(pytest.fail, "went on to compile"))
     full = open("/dev/full", "ab", buffering=2**20)
     with monkeypatch.context() as patch:
@@ -618,10 +612,10 @@ def test_a_disk_that_is_full_from_the_beginning_ends_the_run_before_it_compiles(
         train(CFG, tmp_path)
 
 
-def test_a_disk_that_cannot_rename_folders_ends_the_run_before_it_compiles(
+def test_a_disk_that_cannot_rename_folders_ends_the_run_before_compiling(
     train, tmp_path, monkeypatch
 ):
-    """As a bucket: checkpoints would be written, and thrown away."""
+    """As a mounted bucket: checkpoints would be written and then deleted."""
     rename = os.rename
 
     def files_only(before, after):
@@ -636,8 +630,8 @@ def test_a_disk_that_cannot_rename_folders_ends_the_run_before_it_compiles(
         train(CFG, tmp_path)
 
 
-def test_signals_end_a_run_at_once_when_nothing_is_left_to_be_saved(train, tmp_path, monkeypatch):
-    """While it makes the sample; before that they are asked to wait."""
+def test_signals_end_a_run_at_once_when_everything_is_saved(train, tmp_path, monkeypatch):
+    """During the sample. Before, the run handles them."""
     seen = []
     before = T.signal_handlers()
     monkeypatch.setattr(T, "demonstrate", lambda *_: seen.append(T.signal_handlers()))
@@ -646,8 +640,8 @@ def test_signals_end_a_run_at_once_when_nothing_is_left_to_be_saved(train, tmp_p
     assert seen[0] != before and seen[1] == before
 
 
-def test_a_terminal_that_cannot_be_written_does_not_end_the_run(train, tmp_path):
-    """As below `| head -5`, or on a full disk; what its buffer holds must not fail later either."""
+def test_a_closed_terminal_does_not_end_the_run(train, tmp_path):
+    """As with `| head -5` or a full disk. Flushing its buffer must not fail later, either."""
     for path, closes in (("/dev/full", False), (None, True)):
         read, write = os.pipe()
         terminal = open(path or write, "w")
@@ -660,8 +654,8 @@ def test_a_terminal_that_cannot_be_written_does_not_end_the_run(train, tmp_path)
         terminal.close()  # flushes
 
 
-def test_a_run_without_a_terminal_has_nothing_in_its_place(tmp_path):
-    """As `>&-` and cron start it: what libraries print must not get into its log."""
+def test_a_run_without_a_terminal_does_not_use_its_file_numbers(tmp_path):
+    """As with `>&-` or cron. Output of libraries must not get into the log."""
     code = "import train_gpt as T; T.tell('1 of 2\\r'); print(T.main(['--resume=none'])); "
     code += "raise SystemExit(open(T.__file__).fileno())"
     words = ["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code]
