@@ -108,9 +108,9 @@ BAD_SETTINGS = {
     "layers.0.skips=1": "unknown key 'layers.0.skips'; similar: layers.N.skip, ",
     "lr=1": "unknown key 'lr'; similar: lr_anvil, lr_adam; --show",
     "windows=2,3": "unknown key 'windows'; similar: val_windows, stages.N.windows; --show",
-    "=3": "--set =3: unknown key ''; --show prints all",
+    "=3": "--set =3: unknown key ''; similar: none",
     "epochs=3": "unknown key 'epochs'; similar: passes; --show prints all",
-    "zzz=1": "unknown key 'zzz'; --show prints all; N counts from 0, * stands for all",
+    "zzz=1": "unknown key 'zzz'; similar: none; --show prints all; N counts from 0",
     "tiny": "--set tiny: write KEY=VALUE; texts and presets go before --set",
     "steps": "--set steps: write KEY=VALUE; texts and presets go before --set",
     "stages.4.share=1": "unknown key 'stages.4.share'; similar: stages.N.share",
@@ -230,7 +230,9 @@ def test_a_stored_config_of_another_source_is_refused(change, words):
 
 
 def test_settings_suggested_for_names_of_other_trainers_exist():
-    fields = {*T.Config.__annotations__} | {f"stages.N.{x}" for x in T.Stage.__annotations__}
-    assert {*", ".join(T.FOREIGN.values()).split(", ")} <= fields
+    fields = {*T.Config.__annotations__} | {f"stages.*.{x}" for x in T.Stage.__annotations__}
+    assert {*sum(T.FOREIGN.values(), [])} <= fields
     assert not {*T.FOREIGN} & fields
-    assert T.similar_settings("n-embd") == T.similar_settings("model.n_embd") == "width"
+    assert T.similar_settings("n-embd") == T.similar_settings("model.n_embd") == ["width"]
+    assert T.as_setting("--lr=0.1") == "--set lr_anvil=0.1 lr_adam=0.1"
+    assert T.as_setting("--heds") == "--set heads=..." and T.as_setting("--zzz=1") == ""
