@@ -1,4 +1,4 @@
-"""Checkpoints on the disk, without a run: whole or not to be seen, read by any devices."""
+"""Checkpoints without a run: complete or hidden, and readable on any number of devices."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from training import arrays, assert_same_arrays
 
 import train_gpt as T
 
-CFG = replace(programs.CFG, compute_dtype="bfloat16")  # as the n-gram table then is
+CFG = replace(programs.CFG, compute_dtype="bfloat16")  # the n-gram table is bfloat16, too
 LOADER = T.LoaderState(1234, (5, 0, 77, 3, 100, 1, 2, 4))
 META = {"train_time_ms": 1.5, "logs": {"log.txt": 7}, "data": {}, "source_sha256": "0"}
 META |= {"config": asdict(CFG), "dropped_ngrams": 5}
@@ -23,11 +23,11 @@ META |= {"cursor": LOADER.cursor, "offsets": LOADER.offsets}
 
 
 def quiet(line):
-    """In place of print."""
+    """Replaces print."""
 
 
 def numbers(seed: int = 0, cfg=CFG) -> dict[str, np.ndarray]:
-    """kind.name -> an array of a training state, all of it different numbers."""
+    """Return kind.name -> array for a training state of random numbers."""
     rng = np.random.default_rng(seed)
     leaves = T.map_state(cfg, lambda shape, dtype, row: (shape, dtype))
     return {
@@ -38,14 +38,14 @@ def numbers(seed: int = 0, cfg=CFG) -> dict[str, np.ndarray]:
 
 
 def stored(found: dict) -> dict:
-    """The same as it lies in a checkpoint, which has the bits of bfloat16 as numbers."""
+    """Return the arrays as in a checkpoint, with the bits of bfloat16 as integers."""
     short = {name: x for name, x in found.items() if x.dtype.itemsize == 2}
     assert [*short] == ["params.ngram_table"]
     return found | {name: x.view(np.uint16) for name, x in short.items()}
 
 
 def state_of(found: dict, mesh, cfg=CFG):
-    """These numbers as a training state on the devices of `mesh`: most need padding there."""
+    """Return a training state with these numbers on the devices of `mesh`, most with padding."""
     state = T.map_state(cfg, lambda shape, dtype, row: None)
     return {
         kind: lay(cfg, {name: found[f"{kind}.{name}"] for name in names}, mesh)
@@ -54,14 +54,14 @@ def state_of(found: dict, mesh, cfg=CFG):
 
 
 def write(folder, step: int, found: dict, devices: int = 8):
-    """A checkpoint of one process with so many devices."""
+    """Write a checkpoint as one process with this number of devices."""
     shards = T.own_shards(CFG, state_of(found, mesh_of(devices)))
     T.write_checkpoint(folder, shards, META | {"step": step})
 
 
 @contextlib.contextmanager
 def as_process(number: int, numbers=None):
-    """Inside, this is one of two processes; what all say to each other is `numbers`."""
+    """Inside, this is one of two processes, and from_all returns `numbers`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: number)
         patch.setattr(jax, "process_count", lambda: 2)
@@ -70,7 +70,7 @@ def as_process(number: int, numbers=None):
 
 
 def write_as_two(folder, step: int, found: dict):
-    """A checkpoint of two processes: of what is sharded, each has the rows of four devices."""
+    """Write a checkpoint as two processes, each with the shards of four devices."""
     own, seen = ([], []), {}
     for name, rows in T.own_shards(CFG, state_of(found, mesh_of(8))):
         kind = name.rpartition(".")[0].rpartition(".")[0]
@@ -83,13 +83,13 @@ def write_as_two(folder, step: int, found: dict):
 
 @pytest.fixture
 def folder(tmp_path) -> T.Path:
-    """RUN_DIR/checkpoints with the steps 6 (of one process) and 8 (of two)."""
+    """RUN_DIR/checkpoints with step 6, written by one process, and step 8, written by two."""
     write(tmp_path / "checkpoints", 6, numbers(6))
     write_as_two(tmp_path / "checkpoints", 8, numbers(8))
     return tmp_path / "checkpoints"
 
 
-def test_files_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(folder):
+def test_names_and_rows_of_files(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["6", "8"]
     want, each = stored(numbers()), {}
     for path in (folder / "6").glob("*.npy"):
@@ -101,9 +101,9 @@ def test_files_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(fol
             want[f"{kind}.{name}"].dtype,
         )
     assert each.keys() == want.keys()
-    # 104 rows on 8 devices are 13 each; of the last device's, 10 are of the table
+    # 104 rows on 8 devices are 13 each. The last device has 10, and padding.
     assert sorted(each["first.embed"]) == [*((13 * i, 13) for i in range(7)), (91, 10)]
-    # of 522 rows each device has 66, the last one 60; their second moments lie as they do
+    # Each device has 66 of 522 rows, the last one 60. Their second moments are sharded alike.
     assert sorted(each["params.ngram_table"]) == [*((66 * i, 66) for i in range(7)), (462, 60)]
     assert sorted(each["second.ngram_table"]) == sorted(each["params.ngram_table"])
     assert sorted(each["slow.mlp_bank"]) == [(2 * i, 2) for i in range(5)]  # 6 matrices are padding
@@ -112,24 +112,24 @@ def test_files_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(fol
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("step", [6, 8])
-def test_any_number_of_devices_reads_what_any_number_has_written(folder, tmp_path, step, devices):
+def test_a_checkpoint_can_be_read_on_any_number_of_devices(folder, tmp_path, step, devices):
     state = T.load_state(mesh_of(devices), T.find_checkpoint(folder / str(step)))
     want = state_of(numbers(step), mesh_of(devices))
     assert jax.tree.structure(state) == jax.tree.structure(want)
     for got, same in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
         assert (got.dtype, got.sharding) == (same.dtype, same.sharding)
-        np.testing.assert_array_equal(got, same)  # zeros where there is padding
+        np.testing.assert_array_equal(got, same)  # padding is zero
     T.write_checkpoint(tmp_path / "again", T.own_shards(CFG, state), META | {"step": step})
     assert_same_arrays(arrays(tmp_path / f"again/{step}"), stored(numbers(step)))
 
 
 @pytest.mark.slow
-def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
-    """But the rows of one device at a time: the record's table takes 65 GB."""
+def test_a_host_copies_the_ngram_table_in_parts(tmp_path, monkeypatch):
+    """The rows of one device at a time, since the record's table takes 65 GB."""
 
     @contextlib.contextmanager
     def peak_below(size: int):
-        """Inside, Python and numpy never take more bytes (jax's arrays are on the devices)."""
+        """Fail if Python and NumPy allocate more bytes (arrays of JAX are not counted)."""
         tracemalloc.start()
         yield
         peak = tracemalloc.get_traced_memory()[1]
@@ -139,12 +139,12 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
     cfg = replace(CFG, ngram_rows=2**19 + 6)
     found = numbers(cfg=cfg)
     state = state_of(found, mesh_of(4), cfg)
-    most = found["params.ngram_table"].nbytes * 3 // 4  # of four devices
+    most = found["params.ngram_table"].nbytes * 3 // 4  # for four devices
     with peak_below(most):
         meta = META | {"step": 2, "config": asdict(cfg)}
         T.write_checkpoint(tmp_path / "checkpoints", T.own_shards(cfg, state), meta)
     saved = T.find_checkpoint(tmp_path)
-    put = jax.device_put  # which gives a CPU numpy's own memory
+    put = jax.device_put  # on CPUs it shares memory with NumPy
     monkeypatch.setattr(jax, "device_put", lambda *args: jax.numpy.copy(put(*args)))
     with peak_below(most):
         again = T.load_state(mesh_of(4), saved)
@@ -152,26 +152,26 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
         np.testing.assert_array_equal(got, same)
 
 
-# ---- A checkpoint that can be seen is whole ----------------------------------------------------
+# ---- Killed processes and full disks -----------------------------------------------------------
 
 
 class Killed(BaseException):
-    """As by SIGKILL: nothing of the program runs after it."""
+    """Like SIGKILL: no handler catches it."""
 
 
 CALLS = [(np, "save"), (T.Path, "write_text"), (os, "rename"), (shutil, "rmtree")]
 
 
 def kill_at(patch, number: int, amid: bool) -> list:
-    """The process ends in the `number`-th call that touches the disk: before it, or amid it. Only
-    the first three arrays count, of many."""
+    """End the process before or during the `number`-th call that changes the disk. Only the first
+    three calls of a function count."""
     seen = []
 
     def mortal(real, *args, **kwargs):
         if seen.count(real) < 3:
             seen.append(real)
             if len(seen) == number + 1:
-                if amid and real is shutil.rmtree:  # it loses some of its files
+                if amid and real is shutil.rmtree:  # some files are deleted
                     next(T.Path(args[0]).iterdir()).unlink()
                 elif amid:
                     real(*args, **kwargs)
@@ -185,8 +185,8 @@ def kill_at(patch, number: int, amid: bool) -> list:
 
 
 @pytest.mark.parametrize("amid", [False, True])
-def test_wherever_a_process_is_killed_it_leaves_whole_checkpoints_only(tmp_path, amid):
-    """While it writes the third, which takes the place of the first."""
+def test_a_killed_process_leaves_only_complete_checkpoints(tmp_path, amid):
+    """While it writes a third checkpoint, which replaces the first."""
     for step in (2, 4):
         write(tmp_path / "whole", step, numbers(step), devices=1)
     number, ended = 0, False
@@ -207,8 +207,8 @@ def test_wherever_a_process_is_killed_it_leaves_whole_checkpoints_only(tmp_path,
     assert steps == [4, 6] and number == len(calls) == 8
 
 
-def test_a_process_that_cannot_write_fails_on_all(tmp_path, monkeypatch):
-    """And none of them makes the checkpoint visible; also where they do not share the folder."""
+def test_all_processes_fail_if_one_cannot_write(tmp_path, monkeypatch):
+    """The checkpoint stays hidden. The same holds if they do not share the folder."""
     shards = [("params.x.0.npy", np.zeros(3))]
     for process in (0, 1):
         with as_process(process, [0, 1]), pytest.raises(OSError, match="another process could not"):
@@ -221,18 +221,18 @@ def test_a_process_that_cannot_write_fails_on_all(tmp_path, monkeypatch):
     assert T.checkpoint_steps(tmp_path) == []
 
 
-def test_only_the_newest_two_are_kept_and_a_damaged_one_is_replaced(folder):
+def test_the_newest_two_are_kept_and_a_damaged_one_is_replaced(folder):
     write(folder, 10, numbers(10))
     assert sorted(path.name for path in folder.iterdir()) == ["10", "8"]
     (folder / "10/meta.json").unlink()
-    write(folder, 9, numbers(9))  # of a run that went on from 8
+    write(folder, 9, numbers(9))  # as a run that resumed from 8
     assert sorted(path.name for path in folder.iterdir()) == ["10", "8", "9"]
     write(folder, 10, numbers(10))
     assert sorted(path.name for path in folder.iterdir()) == ["10", "9"]
     assert T.find_checkpoint(folder, pytest.fail).step == 10
 
 
-# ---- A damaged one is passed over --------------------------------------------------------------
+# ---- Damaged checkpoints -----------------------------------------------------------------------
 
 DAMAGE = {
     "missing": lambda file: file.unlink(),
@@ -245,7 +245,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["params.embed.0.npy", "meta.json"])
-def test_damaged_checkpoint_is_passed_over_with_a_warning_or_refused_by_name(folder, damage, name):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_or_refused_by_name(folder, damage, name):
     DAMAGE[damage](folder / "8" / name)
     said = []
     assert T.find_checkpoint(folder.parent, said.append).step == 6
@@ -255,15 +255,15 @@ def test_damaged_checkpoint_is_passed_over_with_a_warning_or_refused_by_name(fol
         T.find_checkpoint(folder / "8", quiet)
 
 
-def test_a_run_may_lie_in_a_folder_that_is_called_checkpoints(folder, tmp_path):
+def test_a_run_may_be_in_a_folder_with_the_name_checkpoints(folder, tmp_path):
     run_dir = tmp_path / "checkpoints/run"
     os.rename(folder, tmp_path / "moved")
     os.renames(tmp_path / "moved", run_dir / "checkpoints")
     assert T.find_checkpoint(run_dir, pytest.fail).folder == run_dir / "checkpoints/8"
 
 
-def test_the_newest_whole_one_is_taken_unless_another_is_named(folder):
-    (folder / ".99").mkdir()  # what a killed process may leave
+def test_the_newest_complete_checkpoint_is_used_unless_another_is_named(folder):
+    (folder / ".99").mkdir()  # left by a killed process
     (folder / "10").mkdir()
     (folder / "12").write_text("not a folder")
     said = []

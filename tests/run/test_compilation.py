@@ -1,4 +1,4 @@
-"""Compilation: what programs need of a device's memory, and what is said where that is too much."""
+"""Memory of programs, before and after compiling, and the compiler's errors."""
 
 import gc
 import os
@@ -34,7 +34,7 @@ GIB = 2**30
 
 
 class Compiled:
-    """An executable that needs so many bytes."""
+    """An executable that reports `peak` bytes."""
 
     def __init__(self, peak: int):
         self.memory = SimpleNamespace(peak_memory_in_bytes=peak)
@@ -53,7 +53,7 @@ class Mesh(FakeMesh):
 
 
 def compiled_with(monkeypatch, cfg, devices, limit, peak=0, say=lambda line: None):
-    """compile_all where each program needs `peak` bytes, and on top what is there beside it."""
+    """Return compile_all if each program needs `peak` bytes in addition to other arrays."""
     made = []
     built = SimpleNamespace(compile=lambda: (made.append(1), Compiled(peak=peak))[1])
     monkeypatch.setattr(T.Program, "lower", lambda *_: built)
@@ -168,10 +168,10 @@ def test_a_program_that_does_not_fit_once_compiled_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-def test_warm_up_needs_no_more_than_what_was_said_to_fit():
-    """With all arrays that are alive at a program's start, and what it makes itself, a device with
-    just the bytes that compile_all counts would do."""
-    cfg, mesh = replace(BRIEF, steps=8), mesh_of(2)  # as other tests have compiled it
+def test_warm_up_needs_no_more_memory_than_expected():
+    """At the start of each program, all live arrays except its own take at most the bytes that
+    compile_all counts."""
+    cfg, mesh = replace(BRIEF, steps=8), mesh_of(2)  # other tests have compiled it
     names = by_name({name: name for name in T.programs(cfg, mesh, T.PLAIN)})
     compiled = {names[name]: one for name, one in programs_of(cfg, 2).items()}
     counted = {}
@@ -193,7 +193,7 @@ def test_warm_up_needs_no_more_than_what_was_said_to_fit():
     for name, (held, allowed) in counted.items():
         assert held <= allowed, name
     gc.collect()
-    assert not [x for x in jax.live_arrays() if id(x) not in before]  # and nothing stays
+    assert not [x for x in jax.live_arrays() if id(x) not in before]  # all arrays are freed
 
 
 @pytest.mark.parametrize(
@@ -215,19 +215,19 @@ def test_warm_up_needs_no_more_than_what_was_said_to_fit():
         ("INTERNAL: whatever else " + "x" * 900, ""),
     ],
 )
-def test_what_a_compiler_says_is_shown_whole_with_what_to_do(monkeypatch, text, said):
+def test_errors_of_the_compiler_are_complete_and_have_a_fix(monkeypatch, text, said):
     def compile():
         raise jax.errors.JaxRuntimeError(text)
 
-    monkeypatch.setattr(T, "cpu_cores", lambda: 1)  # so that programs are compiled one by one
+    monkeypatch.setattr(T, "cpu_cores", lambda: 1)  # programs are compiled one by one
     monkeypatch.setattr(T.Program, "lower", lambda *_: SimpleNamespace(compile=compile))
     with pytest.raises(T.UserError) as error:
         T.compile_all(RECORD, mesh_of(1), KERNELS, lambda line: None)
     assert re.fullmatch(rf"\S+ cannot be compiled: {said}{re.escape(text)}", str(error.value))
 
 
-def test_a_refusal_while_others_compile_ends_the_run_at_once(monkeypatch):
-    """It neither waits for the rest nor compiles what has not begun."""
+def test_an_error_while_other_programs_compile_ends_the_run_at_once(monkeypatch):
+    """It does not wait for them, and starts no more."""
     started, over = [], threading.Event()
 
     def compile_one(cfg, mesh, key, lowered):
@@ -253,8 +253,8 @@ def test_a_command_with_an_error_does_not_wait_for_threads():
     assert (done.returncode, done.stdout) == (2, b"so far\n")
 
 
-def test_on_one_process_no_message_speaks_of_others(monkeypatch, capsys):
-    """Also where jax's distributed client runs, as on a TPU VM; no text is cut."""
+def test_messages_about_other_processes_need_several(monkeypatch, capsys):
+    """A distributed client of JAX is not enough, as on a TPU VM. The error is complete."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(T.os, "_exit", lambda status: None)
     text = "INTERNAL: " + "y" * 900
@@ -271,7 +271,7 @@ def test_on_one_process_no_message_speaks_of_others(monkeypatch, capsys):
 
 
 def test_a_module_has_the_name_of_its_program():
-    """So a trace tells apart what updates of the same function execute."""
+    """A profile then distinguishes updates by the same function."""
     mesh = mesh_of(1)
     every = T.programs(BRIEF, mesh, T.PLAIN).values()
     updates = [program for program in every if program.name.startswith(("anvil", "tables"))]
@@ -290,7 +290,7 @@ for program in T.programs(cfg, mesh, T.PLAIN).values():
 
 
 def test_programs_are_the_same_in_every_process():
-    """Or a cache of compiled ones would not find them: a set of names has another order in each."""
+    """A cache would not find them otherwise. Sets have another order in each process."""
     started = []
     for seed in "12":
         paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/helpers")))
@@ -301,8 +301,7 @@ def test_programs_are_the_same_in_every_process():
     assert one.startswith("grads0 ") and one == other
 
 
-def test_options_of_sparse_cores_can_be_left_out():
-    """They stand in the log as they are, see run_facts."""
+def test_options_of_sparse_cores_can_be_disabled():
     sent = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
     assert T.compiler_options(RECORD, "tpu") == {
         **{f"xla_tpu_enable_sparse_core_collective_offload_{name}": True for name in sent},
@@ -319,7 +318,7 @@ def test_options_of_sparse_cores_can_be_left_out():
 
 @pytest.mark.slow
 def test_the_trainer_finds_saved_executables(program_cache, monkeypatch, tmp_path, capsys):
-    """Of a CPU, for which jax's cache works as for TPUs; others are compiled."""
+    """Here for a CPU. Programs of another preset are compiled."""
     monkeypatch.setattr(T, "PRESETS", {"brief": BRIEF, "other": replace(BRIEF, mlp_width=48)})
     monkeypatch.setattr(preflight, "absent_devices", lambda target: jax.devices())
     events = []
@@ -337,11 +336,11 @@ def test_the_trainer_finds_saved_executables(program_cache, monkeypatch, tmp_pat
     assert found[0] == count > found[1]
 
 
-# ---- Bytes -------------------------------------------------------------------------------------
+# ---- Bytes of other arrays in memory -----------------------------------------------------------
 
 HEADS = 2 * 38_633_472  # head and embedding of the record
 VALUES, NGRAMS = 154_533_888, 42_301_440
-QK, OTHERS = 48 * 256 * 768, 16 * 768**2 + 24 * 2816 * 768  # as they are on eight devices
+QK, OTHERS = 48 * 256 * 768, 16 * 768**2 + 24 * 2816 * 768  # padded for eight devices
 SMALL = 216 + 12 + 22 + 22 + 11 + 11 + 1 + 1 + 98_304 + 1792 + 28 + 10_752
 SMALL += 98_304 + 2944 + 46 + 1
 
@@ -359,12 +358,12 @@ SMALL += 98_304 + 2944 + 46 + 1
         ("finish", {}, 1, 3, "copies"),
     ],
 )
-def test_bytes_beside_a_program_of_the_record_on_eight_devices(
+def test_bytes_of_other_arrays_during_a_program_on_eight_devices(
     name, changes, adam_steps, table_steps, beside
 ):
-    """At most. What a program takes or gives stands in its own account, as the n-gram table."""
-    lanes = 48 * 768 + 16 * 768 + 24 * 2816  # of banks: mean squares
-    kept = 4 * (HEADS + VALUES) + 4 * QK + 5 * OTHERS + lanes + NGRAMS  # with their averages
+    """An upper bound. Arguments and results of the program are not included."""
+    lanes = 48 * 768 + 16 * 768 + 24 * 2816  # mean squares of banks
+    kept = 4 * (HEADS + VALUES) + 4 * QK + 5 * OTHERS + lanes + NGRAMS  # averages included
     sizes = {
         "state": 4 * (kept // 8 + 3 * SMALL),
         "copies": 2 * (HEADS + VALUES) + 2 * (QK + OTHERS) // 8 + 4 * SMALL + 8192 * 768,

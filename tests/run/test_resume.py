@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on exactly as if nothing had been; signals; what is not resumed."""
+"""Resuming runs with identical results, signals, and runs that cannot be resumed."""
 
 import contextlib
 import json
@@ -32,31 +32,31 @@ from training import (
 import train_gpt as T
 
 RULE = b"=" * 100 + b"\n"
-EIGHT = replace(BRIEF, steps=8, val_every=4, devices=2)  # checkpoints are possible at even steps
+EIGHT = replace(BRIEF, steps=8, val_every=4, devices=2)  # checkpoints are possible after even steps
 ONCE = replace(EIGHT, checkpoint_every=0)
 
 
 @pytest.fixture(scope="module")
 def train(shards):
-    """train(cfg, out, saved=None, ...) on the shards of the tests."""
+    """Return a function that trains on the shards of the tests."""
     return lambda cfg, out, saved=None, **options: trained(cfg, out, shards, saved, **options)
 
 
 @pytest.fixture(scope="module")
 def run(train, tmp_path_factory) -> T.Path:
-    """The folder of a run that nobody interrupted, with the checkpoints of 4 and 8 steps."""
+    """The folder of an uninterrupted run, with checkpoints after 4 and 8 steps."""
     return train(replace(EIGHT, checkpoint_every=4), tmp_path_factory.mktemp("logs"))
 
 
 @pytest.fixture
 def copy(run, tmp_path) -> T.Path:
-    """A copy of its folder, which a test may change."""
+    """A copy of the folder, which a test may change."""
     return shutil.copytree(run, tmp_path / run.name)
 
 
 @pytest.fixture(autouse=True)
-def signals_as_they_were():
-    """A run listens to them until its process ends."""
+def restored_signals():
+    """A run sets handlers until its process ends."""
     before = T.signal_handlers()
     yield
     T.set_handlers(before)
@@ -71,17 +71,14 @@ def steps_in_log(run) -> list[str]:
     return [line.split()[0] for line in text.splitlines() if line.startswith("step:")]
 
 
-# ---- Exactly -----------------------------------------------------------------------------------
+# ---- Resuming ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cfg", [EIGHT, pytest.param(CFG, marks=pytest.mark.slow)], ids=["1", "3"])
-def test_resumed_run_ends_exactly_as_the_uninterrupted_one(train, tmp_path, cfg):
-    """Bit for bit: the same programs on the same numbers. Of one stage, and of three.
-
-    After 4 of 8 steps, amid packed rows, where a validation has been, averages have begun, and (of
-    three) the last step of the tied head is to come. Rows have walked a part of the way through the
-    vocabulary.
-    """
+def test_a_resumed_run_equals_an_uninterrupted_one(train, tmp_path, cfg):
+    """Bit for bit, with one stage and with three. The run is resumed after 4 of 8 steps: between
+    packed rows, after a validation and after the start of averages. With three stages, head and
+    embedding are still tied."""
     whole = train(replace(cfg, checkpoint_every=4), tmp_path)
     last = arrays(whole / "checkpoints/8")
     run = shutil.copytree(whole, tmp_path / "run")
@@ -90,7 +87,7 @@ def test_resumed_run_ends_exactly_as_the_uninterrupted_one(train, tmp_path, cfg)
     assert train(saved.cfg, tmp_path, saved, say=said.append) == run
     got, want = facts(run), facts(whole)
     assert_same_arrays(arrays(run / "checkpoints/8"), last)
-    assert without_times(run) == without_times(whole)  # every step once
+    assert without_times(run) == without_times(whole)  # each step once
     assert steps_in_log(run) == steps_in_log(whole)
     times = [line["train_time_ms"] for line in metrics(run)]
     assert times == sorted(times)
@@ -102,8 +99,8 @@ def test_resumed_run_ends_exactly_as_the_uninterrupted_one(train, tmp_path, cfg)
 
 
 @pytest.mark.parametrize("fails", ["compile_all", "warm_up", "load_state", "start_copies"])
-def test_a_resume_that_fails_before_training_changes_no_file(train, copy, monkeypatch, fails):
-    """Not even what it will delete or cut: the run can be resumed later, or elsewhere."""
+def test_a_resume_that_fails_before_training_changes_no_files(train, copy, monkeypatch, fails):
+    """The run can be resumed later, or on another machine."""
     saved = back_to(copy, 4)
     (copy / "checkpoints/.8").mkdir()
     with open(copy / "log.txt", "a") as file:
@@ -116,7 +113,7 @@ def test_a_resume_that_fails_before_training_changes_no_file(train, copy, monkey
     assert (content(copy), sorted(copy.rglob("*"))) == before
 
 
-def test_only_what_the_program_has_hidden_is_deleted(train, copy):
+def test_only_hidden_checkpoints_are_deleted(train, copy):
     saved = back_to(copy, 4)
     own = "checkpoints/4-backup", "checkpoints/keep", "best/mine", "checkpoints/.mine"
     hidden = "checkpoints/.8", "checkpoints/.old-2", "best/.old-3"
@@ -127,8 +124,8 @@ def test_only_what_the_program_has_hidden_is_deleted(train, copy):
     assert not any((copy / name).exists() for name in hidden)
 
 
-def test_an_older_checkpoint_is_refused_while_a_newer_one_is_there(copy, capsys):
-    """With the commands for either wish; nothing is deleted."""
+def test_an_older_checkpoint_is_refused_if_a_newer_one_exists(copy, capsys):
+    """The error has the commands for both checkpoints. Nothing is deleted."""
     back_to(copy, 8)
     before = content(copy)
     assert T.main(["--resume", str(copy / "checkpoints/4")]) == 2
@@ -139,8 +136,8 @@ def test_an_older_checkpoint_is_refused_while_a_newer_one_is_there(copy, capsys)
     assert content(copy) == before
 
 
-def test_a_last_checkpoint_for_which_there_was_no_room_is_made_later(train, run, copy, monkeypatch):
-    """From the older one, although the run is finished."""
+def test_a_missing_last_checkpoint_can_be_made_by_resuming(train, run, copy, monkeypatch):
+    """From the checkpoint before it, although the run is finished."""
     saved = back_to(copy, 4)
     ended = facts(run) | {"missing": "there is no checkpoint of step 8: the disk is full"}
     (copy / "run.json").write_text(json.dumps(ended))
@@ -158,7 +155,7 @@ def test_a_last_checkpoint_for_which_there_was_no_room_is_made_later(train, run,
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 8])
 def test_a_run_resumes_on_another_number_of_devices(train, run, copy, after):
-    """As far as sums in another order allow. Other numbers have other padding, 1 has none."""
+    """Up to the order of sums. Each number of devices has another padding."""
     saved = back_to(copy, 4)
     train(replace(saved.cfg, devices=after), copy.parent, saved)
     assert facts(copy)["devices"]["count"] == after and facts(run)["devices"]["count"] == 2
@@ -170,9 +167,9 @@ def test_a_run_resumes_on_another_number_of_devices(train, run, copy, after):
         np.testing.assert_allclose(got[name], end[name], rtol=2e-3, atol=2e-4, err_msg=name)
 
 
-def test_a_run_goes_on_from_the_checkpoint_that_is_named(train, run, copy):
-    """What was logged after it is dropped, also half a line, which a crash may leave."""
-    (copy / "run.json").unlink()  # the checkpoint is what counts
+def test_a_run_is_resumed_from_a_named_checkpoint(train, run, copy):
+    """Later lines of the log are deleted, also an incomplete line of a crash."""
+    (copy / "run.json").unlink()  # the checkpoint is enough
     for name in ("metrics.jsonl", "log.txt"):
         with open(copy / name, "a") as file:
             file.write('{"step": 9, "tra')
@@ -184,11 +181,11 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(train, run, copy):
     assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run / "checkpoints/8"))
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_replaced(train, run, copy):
+def test_a_damaged_checkpoint_is_skipped_and_replaced(train, run, copy):
     said = []
     back_to(copy, 8)
     (copy / "checkpoints/8/params.embed.0.npy").write_bytes(b"")
-    (copy / "checkpoints/.8").mkdir()  # of a writer that was killed
+    (copy / "checkpoints/.8").mkdir()  # left by a killed process
     saved = T.find_checkpoint(copy, said.append)
     assert saved.step == 4 and said[0].startswith("warning: ")
     train(saved.cfg, copy.parent, saved)
@@ -196,11 +193,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(train, run, copy):
     assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run / "checkpoints/8"))
 
 
-# ---- A new run that starts with the parameters of another ---------------------------------------
+# ---- --start -----------------------------------------------------------------------------------
 
 
 def started(run_dir, capsys, monkeypatch, *argv) -> T.Config:
-    """The config with which `--start RUN_DIR ...` would train."""
+    """Return the config of `--start RUN_DIR ...`."""
     found = []
     monkeypatch.setattr(T, "train", lambda cfg, out, command, saved, *_: found.append((cfg, saved)))
     assert T.main(["--start", str(run_dir), *argv]) == 0, capsys.readouterr().err
@@ -212,7 +209,7 @@ def started(run_dir, capsys, monkeypatch, *argv) -> T.Config:
 def test_a_new_run_starts_with_the_parameters_of_another(
     train, copy, tmp_path, capsys, monkeypatch
 ):
-    """Its first loss is about the other's last; schedule, clock and moments begin anew."""
+    """Its first loss is close to the last loss of the other run. Schedule and clock are reset."""
     cfg = started(copy, capsys, monkeypatch, "--set", "checkpoint_every=2")
     newest = str(copy / "checkpoints/8")
     changed = {"start": newest, "devices": 0, "data": cfg.data}
@@ -225,7 +222,7 @@ def test_a_new_run_starts_with_the_parameters_of_another(
     assert first["val_loss"] < 0.98 * metrics(copy)[0]["val_loss"]
     assert facts(folder)["config"]["start"] == newest
     assert not facts(folder)["resumed"]
-    # It can be resumed as any other; then the other run may be gone.
+    # It can be resumed, also if the other run is deleted.
     saved = back_to(folder, 6)
     assert train(replace(saved.cfg, start="gone"), tmp_path, saved).resolve() == folder.resolve()
     assert facts(folder)["finished"]
@@ -239,12 +236,12 @@ def test_a_new_run_starts_with_the_parameters_of_another(
     (["--set", "mlp_width=64"], "--start uses the model of the run: drop settings of sizes"),
     (["--resume", "x"], "--resume uses the config of the run: drop PRESET, --seed, --show, --set"),
 ])  # fmt: skip
-def test_what_a_start_cannot_be_with_is_said(run, capsys, argv, words):
+def test_options_that_start_excludes_are_refused(run, capsys, argv, words):
     assert T.main(["--start", str(run), *argv]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_start_takes_its_encoding_to_another_text(run, tmp_path, capsys, monkeypatch):
+def test_start_tokenizes_a_text_with_the_encoding_of_the_run(run, tmp_path, capsys, monkeypatch):
     text = tmp_path / "other.txt"
     text.write_text("Roses are red. " * 900)
     asked = []
@@ -256,11 +253,11 @@ def test_a_start_takes_its_encoding_to_another_text(run, tmp_path, capsys, monke
     assert asked == [("tokenize_text.py", text, "--for", str(run), "--set", "steps=6")]
 
 
-# ---- What is not resumed, or not from there ----------------------------------------------------
+# ---- Runs that cannot be resumed ---------------------------------------------------------------
 
 
-def test_of_a_folder_of_runs_the_newest_is_taken_which_is_said(run, tmp_path):
-    """As by `--resume logs`, or records/sample.py logs."""
+def test_a_folder_of_runs_gives_the_newest_checkpoint(run, tmp_path):
+    """As in `--resume logs`, or records/sample.py logs."""
     runs = [shutil.copytree(run, tmp_path / name) for name in ("b", "a", "empty")]
     shutil.rmtree(runs[2] / "checkpoints")
     for seconds, folder in enumerate(runs[:2]):
@@ -275,8 +272,8 @@ def test_of_a_folder_of_runs_the_newest_is_taken_which_is_said(run, tmp_path):
 
 
 @pytest.mark.parametrize("kept", [[4, 8], [4], []])
-def test_finished_run_is_not_resumed(copy, capsys, kept):
-    """Whichever checkpoints it has kept."""
+def test_a_finished_run_is_not_resumed(copy, capsys, kept):
+    """With any of its checkpoints."""
     for folder in (copy / "checkpoints").iterdir():
         if int(folder.name) not in kept:
             shutil.rmtree(folder)
@@ -289,8 +286,8 @@ def test_finished_run_is_not_resumed(copy, capsys, kept):
     assert content(copy) == before
 
 
-def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
-    """With as many of them, and the same files but for one token."""
+def test_a_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
+    """Not even if only one token differs."""
     other = shutil.copytree(shards, tmp_path / "other")
     tokens = documents(1, 3000)
     tokens[7] += 1
@@ -298,11 +295,11 @@ def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
     saved = back_to(copy, 4)
     before = content(copy)
     changed = saved._replace(meta=saved.meta | {"data": {}})
-    small = shutil.copytree(shards, tmp_path / "small")  # too small for the run as well
+    small = shutil.copytree(shards, tmp_path / "small")  # also too small for the run
     write_shard(small / "small_train_000001.bin", documents(1, 30))
     (small / "small_train_000002.bin").unlink()
     places = (other, saved), (shards, changed), (small, saved)
-    for data, of in places:  # other shards, or the run's were others
+    for data, of in places:  # other shards now, or at the start of the run
         words = (
             f"{data} does not hold the shards of {copy}: leave --data out if {shards} does, else "
         )
@@ -313,16 +310,15 @@ def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
 
 
 def rewrite_meta(checkpoint, change):
-    """Let `change` edit what a checkpoint's meta.json holds."""
+    """Let `change` edit the meta.json of a checkpoint."""
     meta = json.loads((checkpoint / "meta.json").read_text())
     change(meta)
     (checkpoint / "meta.json").write_text(json.dumps(meta))
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-def test_a_run_is_not_resumed_by_another_source(copy, capsys, renamed):
-    """It would not go on as it began. This is the reason that is given, too, where the other source
-    had other settings."""
+def test_a_run_is_not_resumed_with_another_source(copy, capsys, renamed):
+    """This is also the error if the other source had other settings."""
     back_to(copy, 4)
 
     def change(meta):
@@ -342,9 +338,9 @@ def test_a_run_is_not_resumed_by_another_source(copy, capsys, renamed):
     assert "was started: restore it, or use --start" in capsys.readouterr().err
 
 
-def test_a_config_of_another_version_is_read_where_that_is_possible(copy, monkeypatch, capsys):
-    """A field that it did not have takes its default. One that is gone does not matter if it had
-    the value that changed nothing; otherwise it is named."""
+def test_a_config_of_another_version(copy, monkeypatch, capsys):
+    """Missing fields have their defaults. Unknown fields are refused unless REMOVED has them with
+    the same value."""
     saved = T.find_checkpoint(copy / "checkpoints/8")
     checkpoint = shutil.copytree(copy, copy.parent / "old") / "checkpoints/8"
 
@@ -368,7 +364,7 @@ def test_a_config_of_another_version_is_read_where_that_is_possible(copy, monkey
         T.find_checkpoint(checkpoint, pytest.fail)
 
 
-def test_a_checkpoint_without_its_run_serves_a_sample_and_a_new_run_only(copy, tmp_path, capsys):
+def test_a_checkpoint_outside_its_run_is_not_resumed(copy, tmp_path, capsys):
     alone = shutil.copytree(copy / "checkpoints/8", tmp_path / "only/8")
     assert T.find_checkpoint(alone, pytest.fail).step == 8
     backup = shutil.copytree(alone, copy / "checkpoints/8.bak")
@@ -381,7 +377,7 @@ def test_a_checkpoint_without_its_run_serves_a_sample_and_a_new_run_only(copy, t
     assert words + start in capsys.readouterr().err
 
 
-def test_file_names_of_a_checkpoint_do_not_leave_its_folder(copy):
+def test_file_names_of_a_checkpoint_cannot_leave_its_folder(copy):
     outside = copy / "params.x.0.npy"
     np.save(outside, np.zeros(3))
     size = outside.stat().st_size
@@ -395,9 +391,9 @@ def test_file_names_of_a_checkpoint_do_not_leave_its_folder(copy):
     assert "../../params.x.0.npy is incomplete" in said[0]
 
 
-def test_commands_that_are_printed_run_this_python(tmp_path, monkeypatch):
-    """Also if its name leads to another Python or to none, and in another folder. The Python of a
-    virtual environment is a link to another one, which has other packages."""
+def test_printed_commands_run_this_python(tmp_path, monkeypatch):
+    """Also if another Python of this name is found first, or none, or in another folder. The Python
+    of a virtual environment is a link to a Python with other packages."""
     bin, env = tmp_path / "bin", tmp_path / "env/bin"
     for folder in (bin, env):
         folder.mkdir(parents=True)
@@ -415,8 +411,8 @@ def test_commands_that_are_printed_run_this_python(tmp_path, monkeypatch):
     assert written == f"{env}/python3 repo/train_gpt.py 'my logs/*'"
 
 
-def test_how_a_run_is_computed_may_change_when_it_goes_on(copy, monkeypatch, capsys):
-    """What decides the loss may not; the log has the config that counts from there on."""
+def test_settings_of_the_machine_may_change_on_resume(copy, monkeypatch, capsys):
+    """Other settings may not. The log has the new config."""
     back_to(copy, 4)
     monkeypatch.setattr(T, "compile_all", lambda *_: pytest.fail("went on to compile"))
     assert T.main(["--resume", str(copy), "--set", "lr_anvil=1"]) == 2
@@ -433,8 +429,8 @@ def test_how_a_run_is_computed_may_change_when_it_goes_on(copy, monkeypatch, cap
     assert f"\nconfig: {json.dumps(config)}\n" in head
 
 
-def test_a_run_that_another_process_writes_is_not_resumed(copy, capsys, monkeypatch):
-    """It ends before it writes, and may go on when the other has ended, however that was."""
+def test_a_run_of_another_process_is_not_resumed(copy, capsys, monkeypatch):
+    """It can be resumed once the other process has ended, even if it was killed."""
     monkeypatch.setattr(T, "compile_all", lambda *_: pytest.fail("went on to compile"))
     back_to(copy, 4)
     code = "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.lockf(f, 2); print(flush=True)"
@@ -455,7 +451,7 @@ def test_a_run_that_another_process_writes_is_not_resumed(copy, capsys, monkeypa
 
 
 def signal_at(patch, number: int, at: int):
-    """The process gets a signal when the loss of step `at` is logged, while the next one runs."""
+    """Send a signal to this process when the loss of step `at` is logged."""
 
     def line(self, step, *args, real=T.RunLog.line, **more):
         if step == at:
@@ -465,8 +461,8 @@ def signal_at(patch, number: int, at: int):
     patch.setattr(T.RunLog, "line", line)
 
 
-def test_a_stop_before_a_resumed_run_has_done_a_step_writes_no_checkpoint(train, copy, monkeypatch):
-    """The disk has that state; it may be large, and the time short."""
+def test_a_stop_before_the_first_step_after_a_resume_writes_no_checkpoint(train, copy, monkeypatch):
+    """The state has not changed, and there may be little time."""
     saved = back_to(copy, 4)
     monkeypatch.setattr(T, "ask_to_stop", lambda say: lambda step: signal.SIGTERM)
     monkeypatch.setattr(T.RunLog, "save", lambda *_: pytest.fail("writes it again"))
@@ -480,11 +476,11 @@ def test_a_stop_before_a_resumed_run_has_done_a_step_writes_no_checkpoint(train,
     [(signal.SIGTERM, 3, 4), (signal.SIGINT, 2, 4), (signal.SIGHUP, 1, 2)],
     ids=["SIGTERM", "Ctrl-C", "closed terminal"],
 )
-def test_a_signal_saves_and_ends_the_run_where_no_gradients_wait(
+def test_a_signal_ends_the_run_with_a_checkpoint(
     train, run, tmp_path, monkeypatch, number, at, stop
 ):
-    """The command that it prints leads to the same end as if nothing had been. The run leaves no
-    thread behind, which a notebook would keep."""
+    """After the next step without accumulated gradients. All threads end. The resumed run equals an
+    uninterrupted one."""
     said, out = [], tmp_path / "my logs"
     threads = {*threading.enumerate()}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -508,8 +504,8 @@ def test_a_signal_saves_and_ends_the_run_where_no_gradients_wait(
     assert_same_arrays(arrays(folder / "checkpoints/8"), arrays(run / "checkpoints/8"))
 
 
-def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeypatch):
-    """`timeout` tells the process and its group; a person presses Ctrl-C again after a while."""
+def test_a_signal_ends_the_process_if_it_comes_again_after_a_while(monkeypatch):
+    """`timeout` sends a signal twice at once. People press Ctrl-C again after a while."""
     ended, now = [], [0.0]
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -519,7 +515,7 @@ def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeyp
         os.kill(os.getpid(), signal.SIGINT)
         assert asked(1) == signal.SIGINT
     os.kill(os.getpid(), signal.SIGTERM)
-    assert asked(2) == signal.SIGINT and not ended  # the first of them
+    assert asked(2) == signal.SIGINT and not ended  # the first signal
     now[0] = 2.0
     os.kill(os.getpid(), signal.SIGXCPU)  # it comes every second
     assert asked(3) == signal.SIGINT and not ended
@@ -527,7 +523,7 @@ def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeyp
     assert ended == [130]
 
 
-def test_time_for_which_a_process_was_suspended_is_reported(monkeypatch):
+def test_the_time_of_a_suspended_process_is_reported(monkeypatch):
     """As by Ctrl-Z and fg."""
     now, said = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -536,22 +532,22 @@ def test_time_for_which_a_process_was_suspended_is_reported(monkeypatch):
     now[0] = 20.0
     os.kill(os.getpid(), signal.SIGCONT)
     assert asked(1) == 0 and asked(2) == 0
-    now[0] = 20.5  # `timeout` sends this signal to processes that run
+    now[0] = 20.5  # `timeout` sends this signal to running processes
     os.kill(os.getpid(), signal.SIGCONT)
     assert asked(3) == 0
     assert said == ["warning: suspended for up to 20 s, which training time includes"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
-def test_what_a_scheduler_sends_before_it_kills_asks_a_run_to_stop(number):
-    """As `sbatch --signal=USR1@120`, `qsub -notify` and a limit of CPU time do."""
+def test_warnings_of_schedulers_stop_a_run(number):
+    """Of `sbatch --signal=USR1@120`, `qsub -notify`, and limits of CPU time."""
     asked = T.ask_to_stop()
     os.kill(os.getpid(), number)
     assert asked(1) == number
 
 
-def test_nohup_is_heeded_and_ctrl_c_ends_at_once_where_nothing_could_be_saved(monkeypatch):
-    """And is what it was when `main` has returned, for who has called it."""
+def test_ignored_signals_stay_ignored_and_ctrl_c_ends_a_command_before_training(monkeypatch):
+    """`main` restores the handlers of its caller."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     asked = T.ask_to_stop()
     os.kill(os.getpid(), signal.SIGHUP)
@@ -560,16 +556,16 @@ def test_nohup_is_heeded_and_ctrl_c_ends_at_once_where_nothing_could_be_saved(mo
     monkeypatch.setattr(T, "show", lambda cfg: seen.append(signal.getsignal(signal.SIGINT)))
     for before, after in (
         (signal.default_int_handler, signal.SIG_DFL),
-        (signal.SIG_IGN, signal.SIG_IGN),  # as a shell starts what ends with `&`
+        (signal.SIG_IGN, signal.SIG_IGN),  # as in a shell script with `&`
     ):
         signal.signal(signal.SIGINT, before)
         assert T.main(["tiny", "--show"]) == 0
         assert seen.pop() is after and signal.getsignal(signal.SIGINT) is before
 
 
-def test_one_of_several_processes_tells_jax_of_ctrl_c(monkeypatch):
-    """Which then stops all of them at one step, with a checkpoint. Until then, while programs are
-    compiled, SIGTERM ends a process at once (join_processes)."""
+def test_one_of_several_processes_passes_signals_to_jax(monkeypatch):
+    """JAX then stops all of them at the same step. Before training, SIGTERM ends a process at once
+    (join_processes)."""
     from jax.experimental import multihost_utils
 
     begun = []
@@ -585,15 +581,15 @@ def test_one_of_several_processes_tells_jax_of_ctrl_c(monkeypatch):
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         os.kill(os.getpid(), number)
     assert heard == [signal.SIGTERM] * 3
-    # Gradients may wait at the step at which all could stop: so it holds from there on.
+    # The answer stays the same, since the first step may have accumulated gradients.
     assert [asked(step) for step in (2, 3, 4)] == [0, signal.SIGTERM, signal.SIGTERM]
 
 
-# ---- Several processes; test_survival.py has real ones -----------------------------------------
+# ---- Several processes (real ones: test_survival.py) -------------------------------------------
 
 
-def test_processes_that_do_not_agree_are_told_what_differs(monkeypatch):
-    """Wherever their data may be."""
+def test_differences_between_processes_are_named(monkeypatch):
+    """The folder of the data may differ."""
     from jax.experimental import multihost_utils
 
     facts = {"source_sha256": "0", "versions": {}, "data": {}, "config": {"data": "", "seed": 0}}
@@ -607,18 +603,18 @@ def test_processes_that_do_not_agree_are_told_what_differs(monkeypatch):
             T.agree(facts, None)
 
 
-# ---- The best: its parameters, beside the last -------------------------------------------------
+# ---- keep_best ---------------------------------------------------------------------------------
 
 
 def run_with(losses, tmp_path, shards, monkeypatch, saved=None, **changes):
-    """(folder, lines) of a run of 8 steps, each validated, with these validation losses."""
+    """Return (folder, lines) of a run of 8 steps with these validation losses."""
     rest, said = iter(losses), []
     monkeypatch.setattr(T, "evaluate", lambda *_: (next(rest), 0))
     cfg = replace(BRIEF, steps=8, devices=2, val_every=1, keep_best=True, **changes)
     return trained(cfg, tmp_path, shards, saved, said.append), said
 
 
-def test_the_best_stays_beside_the_last_and_is_told(tmp_path, shards, monkeypatch):
+def test_the_best_parameters_are_kept_and_reported(tmp_path, shards, monkeypatch):
     losses = [4.0, 3.0, 3.2, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0]
     run, said = run_with(losses, tmp_path, shards, monkeypatch)
     assert T.checkpoint_steps(run / "best") == [3] and steps_of(run)[-1] == "8"
@@ -635,10 +631,8 @@ def test_the_best_stays_beside_the_last_and_is_told(tmp_path, shards, monkeypatc
     assert said[warning - 1].startswith("step:5/8 val_loss:2.7")
 
 
-def test_the_last_is_kept_as_the_best_and_nothing_if_nobody_has_asked(
-    tmp_path, shards, monkeypatch
-):
-    """The averaged weights, also where no checkpoint is written at the end."""
+def test_the_last_parameters_may_be_the_best(tmp_path, shards, monkeypatch):
+    """They are averaged, and kept also without a last checkpoint. keep_best=0 keeps none."""
     losses = [4.0, 3.0, 3.2, 2.5, 2.6, 2.7, 2.8, 2.9, 2.4]
     run, said = run_with(losses, tmp_path, shards, monkeypatch, checkpoint_end="never")
     assert T.checkpoint_steps(run / "best") == [8] and steps_of(run)[-1] == "6"
@@ -651,14 +645,14 @@ def test_the_last_is_kept_as_the_best_and_nothing_if_nobody_has_asked(
     assert facts(plain)["best"]["step"] == 2 and not (plain / "best").exists()
 
 
-def test_a_resumed_run_knows_its_best_and_forgets_one_of_lost_steps(tmp_path, shards, monkeypatch):
+def test_a_resumed_run_keeps_its_best_but_not_that_of_lost_steps(tmp_path, shards, monkeypatch):
     losses = [4.0, 3.0, 3.2, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0]
     run, _ = run_with(losses, tmp_path, shards, monkeypatch)
     saved = back_to(run, 6)
     shutil.copytree(run / "best/3", run / "best/7")
     assert saved.step == 6
     again, said = run_with(losses[7:], tmp_path, shards, monkeypatch, saved)
-    assert again == run and T.checkpoint_steps(run / "best") == [3, 7]  # nothing is deleted
+    assert again == run and T.checkpoint_steps(run / "best") == [3, 7]  # both are kept
     assert f"lowest was 2.5000 after step 3 (parameters in {run}/best)" in said[-1]
     assert facts(run)["best"]["step"] == 3
     shutil.rmtree(run / "best/3")
@@ -667,10 +661,8 @@ def test_a_resumed_run_knows_its_best_and_forgets_one_of_lost_steps(tmp_path, sh
     assert last.name == "7"
 
 
-def test_a_run_is_not_resumed_from_its_best_which_has_parameters_only(
-    tmp_path, shards, monkeypatch, capsys
-):
-    """Nor is the rest of the run touched. Where there is no checkpoint, the best is named."""
+def test_a_run_is_not_resumed_from_its_best_parameters(tmp_path, shards, monkeypatch, capsys):
+    """If no checkpoint can be used, the error names the best parameters."""
     run, _ = run_with([4.0, 3.0, 3.2, *[3.3] * 6], tmp_path, shards, monkeypatch)
     back_to(run, 6)
     before = content(run)
@@ -692,8 +684,8 @@ def test_a_run_is_not_resumed_from_its_best_which_has_parameters_only(
         assert f"; {run}/best has parameters for --start" in line
 
 
-def test_a_new_best_is_there_before_the_old_one_is_deleted(tmp_path, monkeypatch):
-    """A process that is killed between these leaves both."""
+def test_new_best_parameters_are_written_before_old_ones_are_deleted(tmp_path, monkeypatch):
+    """A process that is killed in between leaves both."""
     shards = [("params.x.0.npy", np.zeros(3))]
     T.write_checkpoint(tmp_path / "best", iter(shards), {"step": 3})
     monkeypatch.setattr(T, "remove_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

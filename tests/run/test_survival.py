@@ -1,4 +1,4 @@
-"""Runs that are killed, and runs of several processes: real ones, each a process of its own."""
+"""Killed runs, and runs of several processes, in real processes."""
 
 import contextlib
 import os
@@ -28,8 +28,8 @@ from training import (
 
 import train_gpt as T
 
-# The command line of train_gpt.py with a config of the tests as a preset, on N devices, compiled
-# without what costs the most time. A batch can be made to take a while.
+# The command line of train_gpt.py with a config of the tests as a preset, on N devices, with few
+# compiler passes. Batches can be delayed.
 SCRIPT = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests/helpers")!r}]
@@ -59,7 +59,7 @@ def shards(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory, shards):
-    """A function that starts a run, with a cache of programs that all runs here share."""
+    """Return a function that starts a run. All runs share a cache of programs."""
     cache, started = tmp_path_factory.mktemp("cache"), []
 
     def start(*args, devices=1, seconds=0.0, **settings):
@@ -86,7 +86,7 @@ def launch(tmp_path_factory, shards):
 
 
 def wait_for(process, pattern: str, seconds=180):
-    """Until a line of the process matches; fails if it ends or takes longer."""
+    """Wait until a line of the process matches. Fail if the process ends or takes too long."""
     deadline = time.monotonic() + seconds
     while not any(re.search(pattern, line) for line in process.said):
         assert process.poll() is None, "".join(process.said + process.warned)
@@ -95,9 +95,9 @@ def wait_for(process, pattern: str, seconds=180):
 
 
 def ends(process, seconds=180) -> int:
-    """The exit status."""
+    """Return the exit status."""
     status = process.wait(seconds)
-    time.sleep(0.1)  # the last lines are still on their way
+    time.sleep(0.1)  # to read the last lines
     return status
 
 
@@ -107,20 +107,20 @@ def only(folder):
 
 
 def result(run):
-    """(metrics without times, arrays of the last checkpoint) of a finished run."""
+    """Return (metrics without times, arrays of the last checkpoint) of a finished run."""
     times = [line["train_time_ms"] for line in metrics(run)]
     assert times == sorted(times) and facts(run)["finished"] is True
     return without_times(run), arrays(T.find_checkpoint(run).folder)
 
 
 def uninterrupted(folder, shards, devices=1, steps=STEPS):
-    """The same of a run that nobody interrupts, in this process."""
+    """Return the result of an uninterrupted run in this process."""
     cfg = replace(BRIEF, steps=steps, val_every=10, checkpoint_every=0, devices=devices)
     return result(trained(cfg, folder, shards))
 
 
 def assert_close(got, want):
-    """Up to reductions that add up in another order, and what 40 steps of Adam make of that."""
+    """Compare results up to the order of sums, and its effect in 40 steps of Adam."""
     assert [line["step"] for line in got[0]] == [line["step"] for line in want[0]]
     for key in ("train_loss", "val_loss"):
         values = [[line[key] for line in lines if key in line] for lines, _ in (got, want)]
@@ -139,7 +139,7 @@ SIX = [signal.SIGKILL, signal.SIGTERM] * 3
 @pytest.mark.slow
 @pytest.mark.parametrize("stops, steps", [([signal.SIGKILL], 8), (SIX, STEPS)])
 def test_a_run_survives_kills_and_signals_at_random_moments(launch, shards, tmp_path, stops, steps):
-    """It ends bit for bit as if nothing had been. A checkpoint every other step: many are amid a
+    """The result is bit-identical. With a checkpoint every second step, many kills are during a
     write."""
     rng, out = random.Random(len(stops)), tmp_path / "logs"
     for stop in stops:
@@ -164,7 +164,7 @@ def test_a_run_survives_kills_and_signals_at_random_moments(launch, shards, tmp_
 
 
 def launch_all(launch, *args, count=2, own=({}, {}), **settings):
-    """Processes of one run, with 8 devices together."""
+    """Start several processes of one run, with 8 devices in total."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -174,23 +174,23 @@ def launch_all(launch, *args, count=2, own=({}, {}), **settings):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_stop_together_and_one_goes_on(launch, shards, tmp_path):
-    """SIGTERM to the second is the end of both; one process goes on from the files of both."""
+def test_two_processes_train_like_one_and_stop_together(launch, shards, tmp_path):
+    """SIGTERM to the second stops both. One process can resume from their files."""
     both = launch_all(launch, "--out", tmp_path / "two", seconds=0.1)
-    want = uninterrupted(tmp_path / "one", shards, devices=8)  # meanwhile
+    want = uninterrupted(tmp_path / "one", shards, devices=8)  # at the same time
     wait_for(both[0], "^step:5/")
     both[1].send_signal(signal.SIGTERM)
     assert [ends(process) for process in both] == [143, 143], both[0].warned + both[1].warned
     run = only(tmp_path / "two")
     saved = T.find_checkpoint(run)
     step = saved.step
-    assert 5 <= step < STEPS and step % 2 == 0  # where no gradients wait
+    assert 5 <= step < STEPS and step % 2 == 0  # no accumulated gradients
     words = f"stopped after {step} of {STEPS} steps; to continue: "
     words += T.command_for(T.__file__, "--resume", run)
     assert f"{words}\n" in "".join(both[0].said)
     assert {path.name for path in saved.folder.glob("[0-9]*.json")} == {"0.json", "1.json"}
     assert facts(run)["devices"]["processes"] == 2
-    # Once they have met one speaks. Gloo writes in pieces, into one another's lines.
+    # After joining, only the first process prints. Lines of Gloo are mixed.
     gloo = r"\[Gloo\] Rank | is connected to | peer ranks\. Expected.*?peer ranks is : |\d|\s"
     assert re.sub(gloo, "", "".join(both[1].said)) == ""
     trained(replace(saved.cfg, devices=0), tmp_path, shards, saved)
@@ -202,8 +202,8 @@ def test_two_processes_train_as_one_stop_together_and_one_goes_on(launch, shards
 
 
 @pytest.mark.slow
-def test_when_one_of_four_is_killed_all_end_and_fewer_go_on(launch, shards, tmp_path):
-    """By jax's own means."""
+def test_if_one_of_four_processes_is_killed_all_end_and_fewer_can_resume(launch, shards, tmp_path):
+    """JAX ends the others."""
     four = launch_all(launch, "--out", tmp_path / "four", count=4, seconds=0.1)
     wait_for(four[0], "step:15/")
     four[2].kill()
@@ -220,7 +220,7 @@ def test_when_one_of_four_is_killed_all_end_and_fewer_go_on(launch, shards, tmp_
 
 
 @pytest.mark.slow
-def test_processes_that_disagree_end_with_what_differs_before_they_compile(launch, tmp_path):
+def test_processes_with_different_settings_end_before_compiling(launch, tmp_path):
     both = launch_all(launch, "--out", tmp_path, own=({"tail": 3}, {"tail": 4}))
     assert [ends(process, 60) for process in both] == [2, 2]
     words = "^error: the processes differ in config: make that equal everywhere"

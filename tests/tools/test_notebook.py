@@ -1,5 +1,5 @@
-"""records/launch/: the form of colab.ipynb, its command lines, and all of it with `tiny` on a CPU;
-and what 1xgpu.sh runs."""
+"""records/launch/: colab.ipynb (its form, its commands, a complete run with `tiny`) and the
+commands of 1xgpu.sh."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PATH = ROOT / "records/launch/colab.ipynb"
 SCRIPT = ROOT / "records/launch/1xgpu.sh"
 BOOK = json.loads(PATH.read_text())
 CODE = {cell["id"]: "".join(cell["source"]) for cell in BOOK["cells"] if "outputs" in cell}
-# With plain kernels all commands share their programs, of which each is compiled once.
+# With plain kernels, all commands share their programs, and each is compiled once.
 SHORT = "--set kernels=plain steps=8 table_change=4 val_tokens=4096 momentum_warmup=3"
 SHORT += " val_every=8 sample_tokens=0"
 PARAMETERS = f"""
@@ -35,8 +35,8 @@ FIRST_SHARD = ALL_SHARDS = ["data/cached_fineweb10B.py", "--help"]
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """What the notebook needs of the repository, in a folder of its own; the current one lies in
-    it. There are two devices, and no network."""
+    """A copy of the files that the notebook needs, with two devices and without a network. The
+    current folder is in it."""
     kinds = "*.py", "data/*.py", "records/*.py", "records/hardware.json", "requirements.txt"
     kinds += ("records/launch/*.ipynb",)
     for path in (path for kind in kinds for path in ROOT.glob(kind)):
@@ -51,7 +51,7 @@ def clone(tmp_path, monkeypatch):
 
 
 def test_form():
-    """One that people can read in a diff, and that holds nobody's output."""
+    """It is readable in a diff, and has no output."""
     assert PATH.read_text() == json.dumps(BOOK, indent=1, ensure_ascii=False) + "\n"
     assert (BOOK["nbformat"], BOOK["nbformat_minor"]) == (4, 5)
     cells = [cell for cell in BOOK["cells"] if cell["cell_type"] == "code"]
@@ -62,7 +62,7 @@ def test_form():
 
 @pytest.mark.parametrize("chip", ["1 x TPU v6 lite", "8 x TPU v5 lite", "1 x TPU v9"])
 def test_commands_are_accepted(clone, monkeypatch, capsys, chip):
-    """By the command lines of the tools, which parse them, and go no further."""
+    """The tools parse them, and do nothing else."""
     calls = []
     names = {}
     for cell in ("parameters", "clone", "tools"):
@@ -97,11 +97,11 @@ def test_commands_are_accepted(clone, monkeypatch, capsys, chip):
         ("speedrun", 8, bench.compare_kernels, (0,)),
         ("speedrun", 8, bench.compare_kernels, (2,)),
     ]
-    assert len(fetched) == 2 + 10, "each time with the validation shard"
+    assert len(fetched) == 2 + 10, "both times with the validation shard"
 
 
-def test_a_command_that_fails_stops_it_but_where_it_may_go_on(clone, capfd):
-    """And its output is shown, kept and in the archive."""
+def test_a_failed_command_stops_the_notebook_unless_it_may_continue(clone, capfd):
+    """The output is shown, stored and archived."""
     names = {}
     for cell in ("parameters", "clone", "tools"):
         exec(CODE[cell], names)
@@ -114,7 +114,7 @@ def test_a_command_that_fails_stops_it_but_where_it_may_go_on(clone, capfd):
         assert archive.extractfile("results/wrong.txt").read() == b"a reason\n"
 
 
-def test_a_cpu_is_no_tpu():
+def test_a_cpu_is_refused():
     names = {"PRESET": "speedrun", "CHIPS": {}, "run": lambda *_: "3.12.1\n2 x cpu\n"}
     names |= {"re": re, "shlex": shlex}
     with pytest.raises(RuntimeError, match="jax sees no TPU: choose one in the settings"):
@@ -122,7 +122,9 @@ def test_a_cpu_is_no_tpu():
 
 
 @pytest.mark.parametrize("uploaded", ["", "mine.zip", "mine"])
-def test_without_a_clone_it_takes_an_uploaded_one_or_says_what_to_do(clone, monkeypatch, uploaded):
+def test_without_a_clone_an_uploaded_copy_is_used_or_the_error_has_a_fix(
+    clone, monkeypatch, uploaded
+):
     elsewhere = clone.parent / f"{clone.name}_elsewhere"
     shutil.copytree(clone, elsewhere / "mine" / "whole")
     shutil.make_archive(str(elsewhere / "mine"), "zip", elsewhere / "mine")
@@ -137,8 +139,8 @@ def test_without_a_clone_it_takes_an_uploaded_one_or_says_what_to_do(clone, monk
 
 
 @pytest.mark.parametrize("right", ["mine.zip", "mine", "https://example.org/mine.git"])
-def test_wrong_attempts_are_said_and_block_no_right_one(clone, monkeypatch, right):
-    """Not even where one is called as the notebook calls its own folder."""
+def test_wrong_uploads_are_reported_and_do_not_block_right_ones(clone, monkeypatch, right):
+    """Not even an upload with the name of the notebook's own folder."""
     elsewhere = clone.parent / f"{clone.name}_elsewhere"
     shutil.copytree(clone, elsewhere / "mine")
     shutil.make_archive(str(elsewhere / "mine"), "zip", elsewhere / "mine")
@@ -156,7 +158,7 @@ def test_wrong_attempts_are_said_and_block_no_right_one(clone, monkeypatch, righ
         with pytest.raises(RuntimeError, match=re.escape(words)):
             exec(CODE["clone"], {"REPOSITORY": name})
         assert [*Path("speedrun").iterdir()] == [Path("speedrun/train_gpt.py")]
-    for _ in range(2):  # what is there is found again, and not fetched
+    for _ in range(2):  # the second time, nothing is fetched
         exec(CODE["clone"], {"REPOSITORY": right})
         assert Path.cwd() == elsewhere / "speedrun" / "speedrun"
         os.chdir(elsewhere)
@@ -187,7 +189,7 @@ def test_from_top_to_bottom(clone, monkeypatch):
     assert "2 x cpu" in files["results/chip.txt"] and "jax" in files["results/packages.txt"]
 
 
-# Writes down its command, and leaves a finished run where the trainer would.
+# Stores its command, and writes a finished run in place of the trainer.
 PYTHON = """#!/bin/bash
 echo "$*" >> calls
 run=$(sed -n 's/.*--out \\([^ ]*\\) --seed \\([0-9]*\\).*/\\1\\/x-s\\2-x/p' <<<"$*")
@@ -197,9 +199,9 @@ echo it fits
 """
 
 
-def test_the_script_for_one_gpu_runs_what_is_not_there_and_no_more(clone):
-    """By any shell, and its commands are accepted by the tools that they name. Of interrupted runs
-    it goes on with the newest that has a checkpoint, or begins anew, and deletes none."""
+def test_the_script_for_one_gpu_starts_only_missing_runs(clone):
+    """In any shell, with valid commands. It resumes the newest interrupted run with a checkpoint, or
+    starts a new run. It deletes nothing."""
     (clone / "records/launch/1xgpu.sh").write_bytes(SCRIPT.read_bytes())
     python = clone / "python"
     python.write_text(PYTHON)
@@ -230,7 +232,7 @@ def test_the_script_for_one_gpu_runs_what_is_not_there_and_no_more(clone):
         assert f"add {done} --track 1xgpu --name First " in add
         assert add.split(" --what ")[0].endswith("--by A. Stranger --pin --rate 2.49")
     assert before < {*logs.rglob("*")}
-    env["SETTINGS"] = "ngram_rows=32768"  # runs of two recipes are no record
+    env["SETTINGS"] = "ngram_rows=32768"  # a record needs runs of one recipe
     other = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
     assert other.returncode == 2 and "ngram_rows=22675456 steps=1250: take another" in other.stderr
     with tarfile.open(clone / "results.tar.gz") as archive:

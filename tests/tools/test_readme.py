@@ -1,4 +1,4 @@
-"""What the README names is there, its commands do what it says, its pictures show the preset."""
+"""Names, links, commands, settings, figures and pictures in the README."""
 
 import json
 import re
@@ -51,8 +51,8 @@ PAGES += ("records/measured/README.md",)
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_links_of_a_page_lead_somewhere(path):
-    """To a file of this repository, and there to a heading, as GitHub names it."""
+def test_links_of_a_page_exist(path):
+    """They lead to a file of this repository, and to a heading of it in the form of GitHub."""
     page = ROOT / path
     links = re.findall(r"\]\((?!http)([^)#\s]*)(?:#([\w-]+))?\)", page.read_text())
     for file, place in links:
@@ -65,7 +65,7 @@ def test_links_of_a_page_lead_somewhere(path):
     assert len(links) > 2
 
 
-def test_names_of_train_gpt_in_the_table_of_ideas_and_in_how_to_read_exist():
+def test_names_of_train_gpt_in_the_readme_exist():
     ideas = rows("The recipe")
     assert len(ideas) == 36 and all(re.fullmatch(r"(PR )?[\d, ]+", row[2]) for row in ideas)
     names = re.findall(r"`([\w.]+)`", " ".join(row[1] for row in ideas))
@@ -82,8 +82,7 @@ def test_settings_that_it_names_are_valid(capsys):
     assert len(settings) == 9 and T.main(["speedrun", "--show", "--set", *settings]) == 0
 
 
-def test_tables_that_fit_a_machine_are_those_of_its_launch_files(capsys):
-    """And the trainer accepts them."""
+def test_settings_for_machines_are_valid_and_used_in_launch_files(capsys):
     form = r"^\| ([^|(]+?) (?:\(.*\) )?\| `((?:\w+=[\w,]+ ?)+)` \|"
     machines = re.findall(form, README, re.M)
     files = {"TPU v6e-1": ("colab.ipynb", "v6e-1.yaml"), "TPU v5e-8": ("colab.ipynb",)}
@@ -96,15 +95,15 @@ def test_tables_that_fit_a_machine_are_those_of_its_launch_files(capsys):
             assert re.search(rf"\b{number}\b", (ROOT / "records/launch" / name).read_text())
 
 
-def test_options_that_it_names_are_the_command_lines(monkeypatch, capsys):
-    """All options of the trainer; of a tool those in its row."""
+def test_options_in_the_readme_exist(monkeypatch, capsys):
+    """All options of the trainer are there. Options of a tool may be missing."""
     commands = [row[0].replace("`", "") for row in rows("The command line")]
     tools = [command.split() for command in commands if ".py" in command]
     options = " ".join(command for command in commands if ".py" not in command)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # as commands, they set some
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # commands set handlers
     for path, *arguments in [["train_gpt.py", options], *tools]:
         monkeypatch.setattr(sys, "argv", [path, "--help"])
-        monkeypatch.syspath_prepend(str((ROOT / path).parent))  # as python does for a script
+        monkeypatch.syspath_prepend(str((ROOT / path).parent))  # like Python for a script
         with pytest.raises(SystemExit, match="^(0|None)$"):
             runpy.run_path(str(ROOT / path), run_name="__main__")
         help_text = capsys.readouterr().out
@@ -113,7 +112,7 @@ def test_options_that_it_names_are_the_command_lines(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["v6e-8", "v6e-8-pointer"])
-def test_predicted_seconds_are_those_of_the_stored_prediction(name):
+def test_predicted_seconds_equal_the_stored_prediction(name):
     path = ROOT / f"records/predicted/{name}/preflight.json"
     stored = json.loads(path.read_text())["predicted"]
     parts = [stored[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
@@ -123,21 +122,21 @@ def test_predicted_seconds_are_those_of_the_stored_prediction(name):
 
 
 @pytest.mark.parametrize("name", ["run", "model"])
-def test_pictures_are_those_of_the_preset(name):
-    """If not: `python records/pictures.py`."""
+def test_pictures_show_the_preset(name):
+    """Otherwise run `python records/pictures.py`."""
     draw = runpy.run_path(str(ROOT / "records/pictures.py"))[f"draw_{name}"]
     assert draw(T.PRESETS["speedrun"]) == (ROOT / f"records/pictures/{name}.svg").read_text()
 
 
-def test_the_picture_of_ideas_is_that_of_the_kept_losses():
-    """If not: the same."""
+def test_the_picture_of_ideas_shows_the_stored_losses():
+    """Otherwise run `python records/pictures.py`."""
     drawn = (ROOT / "records/pictures/ideas.svg").read_text()
     assert drawn == pictures.draw_ideas(ideas.worth(ideas.rows()))
 
 
 @pytest.mark.slow
 def test_first_command(tmp_path):
-    """As a new user in an empty clone, but for the number of steps: corpus, training, sample."""
+    """Like a new user in an empty clone, with fewer steps: corpus, training, sample."""
     for file in ("train_gpt.py", "data/shards.py", "data/builtin_corpus.py", "records/sample.py"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())
@@ -151,7 +150,7 @@ def test_first_command(tmp_path):
     assert abs(losses[0] - np.log(2048)) < 0.05 and losses[-1] < losses[0] - 0.1
 
 
-def test_where_to_edit_names_what_is_there():
+def test_names_in_where_to_edit_exist():
     text = (ROOT / "tests/README.md").read_text()
     table = text.split("\n## Where to edit\n")[1].split("\n## ")[0]
     names = re.findall(r"`([A-Za-z]\w+)`", table)
@@ -163,7 +162,7 @@ def test_where_to_edit_names_what_is_there():
     assert len(rows) > 10 and all(".py`" in row.split("|")[-1] for row in rows)
 
 
-def test_the_readme_of_the_tests_names_each_of_their_files():
+def test_the_readme_of_the_tests_names_all_their_files():
     text = (ROOT / "tests/README.md").read_text()
     named = {*re.findall(r"`(?:\w+/)?(\w+\.py)`", text)}
     assert named == {path.name for path in (ROOT / "tests").glob("*/*.py")}
@@ -172,8 +171,8 @@ def test_the_readme_of_the_tests_names_each_of_their_files():
 MEASURED = ROOT / "records/measured"
 
 
-def test_measured_times_in_the_notes_are_those_of_the_files():
-    """Steps in a row and programs alone on an H200, and two programs on an H100."""
+def test_measured_times_in_the_notes_equal_the_files():
+    """Consecutive steps and single programs on an H200, and two programs on an H100."""
     notes = (ROOT / "records/NOTES.md").read_text()
     found = json.loads((MEASURED / "h200/bench.json").read_text())
     alone = {row["name"]: row["ms"] for row in found["programs"]}
@@ -196,13 +195,13 @@ def test_measured_times_in_the_notes_are_those_of_the_files():
 
 
 def minutes_or_seconds(middle: float, low: float, high: float, unit: str) -> str:
-    """An estimate with its band, as the README writes it."""
+    """Return an estimate with its band, in the form of the README."""
     digits = 1 if unit == "minutes" else 0
     return f"{middle:.{digits}f} {unit} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def test_times_calculated_from_measured_parts_follow_from_the_files():
-    """As NOTES describes it. The band of computing is preflight's band of a GPU that was timed."""
+    """As in NOTES. The band of computing is the band in preflight.py for a measured GPU."""
     notes = (ROOT / "records/NOTES.md").read_text()
     found = json.loads((MEASURED / "h200/bench.json").read_text())
     pieces = (MEASURED / "h100/pieces.txt").read_text()
@@ -245,8 +244,8 @@ def test_the_form_for_records_lists_all_tracks():
     assert {*re.split(", | or ", listed)} == {*tracks}
 
 
-def test_the_measured_run_is_whole(tmp_path):
-    """With the source of its commit at the head of its log."""
+def test_the_measured_run_is_complete(tmp_path):
+    """After its log gets the source of its commit."""
     run = next(MEASURED.glob("h200/*-speedrun-s0-*"))
     source = L.git("show", "21b3d1f:train_gpt.py")
     if not source:

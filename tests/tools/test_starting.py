@@ -1,4 +1,4 @@
-"""How the tools in records/ and the download start: beside other modules, and without jax."""
+"""How the tools in records/ and the download start: with other modules, and without JAX."""
 
 import os
 import subprocess
@@ -22,8 +22,8 @@ for tool in tools:
 """
 
 
-def test_tools_find_their_modules_whatever_else_is_on_the_path(tmp_path):
-    """As with PYTHONSAFEPATH, where a script's folder is not on the path."""
+def test_tools_find_their_modules_before_others_on_the_path(tmp_path):
+    """Also with PYTHONSAFEPATH, without the folder of the script on the path."""
     for name in ("data", "records"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")
@@ -37,7 +37,7 @@ def test_tools_find_their_modules_whatever_else_is_on_the_path(tmp_path):
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
 def test_a_python_without_jax_is_reported_in_one_line(tool):
-    """-S: without the packages of site-packages, as the system's Python may be."""
+    """With -S, Python has no site-packages."""
     command = [sys.executable, "-S", tool, "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
