@@ -13,12 +13,12 @@ OWN = "data", "records", "tests", "tests/helpers"
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in OWN)]
 GPU = "--gpu" in sys.argv
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if GPU else "cpu"
-if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop there
-    # Halves the time that XLA takes to compile for a CPU, and two test processes fill two cores.
+if version("jaxlib").startswith("0.10."):  # later versions stop at an unknown flag
+    # Halves the time of compiling for a CPU. Two test processes use two cores.
     flags = os.environ.get("XLA_FLAGS", "")
     flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = flags
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # tests keep no programs
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # tests store no programs
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -32,14 +32,14 @@ from halves import pytest_runtestloop  # noqa: E402, F401 (a hook)
 
 import train_gpt as T  # noqa: E402
 
-# What jax traces stays: to look for cycles in it, again and again, takes a tenth of the time.
+# Traces of JAX stay in memory. Searching them for cycles would take a tenth of the time.
 gc.freeze()
 gc.set_threshold(100_000, 20, 10)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--gpu", action="store_true", help="what an NVIDIA GPU is needed for")
-    parser.addoption("--slow", action="store_true", help="also what takes minutes")
+    parser.addoption("--gpu", action="store_true", help="tests that need an NVIDIA GPU")
+    parser.addoption("--slow", action="store_true", help="also tests that take minutes")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,27 +49,27 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    # As from a terminal: a script's `&` and nohup have these signals ignored.
+    # As in a terminal: nohup and `&` in scripts ignore these signals.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line("markers", "slow: takes minutes; only with --slow")
 
 
 def mostly_slow(cases, quick: set) -> list:
-    """Cases of a parametrized test, of which those in `quick` alone run without --slow."""
+    """Mark all cases of a parametrized test as slow, except those in `quick`."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """After a test that has called the command line, Ctrl-C means what it means to pytest."""
+    """Restore the handler of Ctrl-C after a test that calls the command line."""
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def program_cache():
-    """jax's settings of where it keeps programs, which come back after the test."""
+    """The settings of JAX's compilation cache, which are restored after the test."""
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in names}
     reset_cache()
@@ -98,7 +98,7 @@ BOS = 96  # of the small vocabulary
 
 
 def small_config(**changes) -> T.Config:
-    """Every idea of the record in five layers; tables are updated after steps 1, 3 and 7."""
+    """Return a config with all ideas in five layers. Tables are updated after steps 1, 3 and 7."""
     cfg = T.Config(
         preset="small",
         layers=(
@@ -148,7 +148,7 @@ def small_config(**changes) -> T.Config:
 
 
 def documents(seed: int, tokens: int, mean: int = 40) -> np.ndarray:
-    """A seeded stream of documents, uint16 [tokens]: BOS, then ids that a model can learn a bit."""
+    """Return seeded documents, uint16 [tokens]: BOS, then ids that can be predicted in part."""
     rng = np.random.default_rng(seed)
     ids = np.cumsum(rng.integers(0, 3, tokens)) % BOS  # small steps: the next id is predictable
     ids[0] = BOS
@@ -157,7 +157,7 @@ def documents(seed: int, tokens: int, mean: int = 40) -> np.ndarray:
 
 
 def write_shard(path: Path, tokens: np.ndarray, **header) -> Path:
-    """A shard file by hand, so that the reader is not tested against its own writer."""
+    """Write a shard without the code that is tested."""
     words = np.zeros(256, "<i4")
     words[:3] = header.get("magic", 20240520), header.get("version", 1), len(tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def write_shard(path: Path, tokens: np.ndarray, **header) -> Path:
 
 
 def stream_of(folder: Path, *shards: np.ndarray, split: str = "train") -> T.TokenStream:
-    """A stream of the small vocabulary over new shards with these tokens."""
+    """Return a stream over new shards with these tokens."""
     for i, tokens in enumerate(shards):
         write_shard(folder / f"x_{split}_{i:06d}.bin", tokens)
     return T.TokenStream(folder, split, BOS)

@@ -5,7 +5,7 @@
 Programs: the jaxprs of all programs of `speedrun` and `pointer` on eight devices, with the kernels
 for TPUs and with those for GPUs, bodies of kernels included. Runs: losses and hashes of the arrays
 in the last checkpoint after 24 steps of `tiny`, `plain` and a small bfloat16 configuration with all
-ideas, on one and on two devices. --set adds settings to all of them. Prints a line for each
+ideas, on one and on two devices. --set adds settings to each config. Prints a line for each
 difference, and then exits with status 1. The test suite does not run this: use it to compare the
 source before and after a change that must not change numbers.
 """

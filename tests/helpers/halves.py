@@ -1,8 +1,5 @@
-"""Two processes take the test files from one list, which halves the wait on two cores; files that
-share programs go to one of them, or either would compile them.
-
-The second one is the same command once more; what it printed follows at the end.
-"""
+"""Run test files in two processes, which take them from one list. Files with common programs stay
+together, so that they compile once. The output of the second process is printed at the end."""
 
 import os
 import subprocess
@@ -10,13 +7,13 @@ import sys
 import tempfile
 from itertools import chain, pairwise
 
-FEW_FILES = 12  # are not worth a second process, which compiles anew what files have in common
+FEW_FILES = 12  # need no second process, which would compile common programs again
 TOGETHER = "test_run.py", "test_resume.py", "test_compilation.py"
-LIST = "LIST_OF_TEST_FILES"  # in the environment of the second process: a pipe of file numbers
+LIST = "LIST_OF_TEST_FILES"  # environment variable of the second process: a pipe of file numbers
 
 
 def pytest_runtestloop(session):
-    """Run all tests in two processes; None leaves few files, -x, --pdb and -s to pytest's loop."""
+    """Run all tests in two processes. Return None (pytest's loop) for few files, -x, --pdb and -s."""
     files, option = {}, session.config.option
     for item in session.items:
         path = item.path.with_name(TOGETHER[0]) if item.path.name in TOGETHER else item.path
@@ -29,7 +26,7 @@ def pytest_runtestloop(session):
     if LIST in os.environ:
         run(files, int(os.environ[LIST]))
         return True
-    take, put = os.pipe()  # the numbers of the files that nobody has taken yet
+    take, put = os.pipe()  # numbers of the remaining files
     os.write(put, bytes(range(len(files))))
     os.close(put)
     command = [sys.executable, "-m", "pytest", *session.config.invocation_params.args]
@@ -47,8 +44,8 @@ def pytest_runtestloop(session):
 
 
 def run(files: list, take: int):
-    """Run the tests of the files whose numbers come from the descriptor `take`. Each is told the
-    next one, so that what that needs too stays set up."""
+    """Run the tests of files with numbers from the descriptor `take`. pytest keeps fixtures that the
+    next test uses."""
     mine = chain.from_iterable(files[n[0]] for n in iter(lambda: os.read(take, 1), b""))
     for item, following in pairwise(chain(mine, [None])):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)

@@ -1,4 +1,4 @@
-"""Layers of attention with random numbers in them, for the kernels of any hardware."""
+"""Attention layers with random numbers, for kernels of all devices."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ def distance(got, want) -> float:
 
 
 def segment_rows(t: int) -> np.ndarray:
-    """Segments int32 [4, t]: no BOS at all (0), BOS first (1), a few documents, many short ones."""
+    """Return segments int32 [4, t]: no BOS (0), BOS first (1), a few documents, many documents."""
     starts = np.zeros((4, t), np.int32)
     starts[1:3, 0] = 1
     cuts = [t // 3, min(t // 3 + 1, t - 1), 3 * t // 4]  # one document has one token
-    starts[2, cuts] = 7  # ids need only rise
-    starts[3, 2::5] = 1  # the row begins inside of a document
+    starts[2, cuts] = 7  # ids must only rise
+    starts[3, 2::5] = 1  # the row begins within a document
     return np.cumsum(starts, axis=1, dtype=np.int32)
 
 
@@ -36,21 +36,21 @@ def paired(count: int, window: int, v_width: int = 128) -> T.Heads:
 
 
 def long(count: int, window: int) -> T.Heads:
-    """Heads of a long layer: of whole width, with the key offset."""
+    """Return heads of a long layer: full width, with the key offset."""
     return T.Heads(count, 128, 128, window, offset=True)
 
 
 RECORD = T.PRESETS["speedrun"]
-KINDS = {"narrow": 1, "paired": 2, "long": 3}  # -> a layer of the record: of all kinds one
+KINDS = {"narrow": 1, "paired": 2, "long": 3}  # kind -> a layer of the record
 
 
 def record_layer(kind: str, windows: tuple[int, int]) -> tuple[T.Heads, str]:
-    """(Heads, parts as layer_shapes takes them) of a layer of the record with these windows."""
+    """Return (Heads, parts for layer_shapes) of a layer of the record with these windows."""
     return T.heads_of(RECORD, KINDS[kind], windows), record_parts(KINDS[kind])
 
 
 def record_parts(i: int) -> str:
-    """The parts of layer `i` of the record, as layer_shapes takes them."""
+    """Return the parts of layer `i` of the record for layer_shapes."""
     one = RECORD.layers[i]
     has = {"added": one.values, "added_gates": one.values, "xsa": one.xsa, "gates": one.gated}
     return " ".join(name for name, there in has.items() if there)
@@ -76,29 +76,29 @@ def layer_shapes(heads: T.Heads, b: int, t: int, parts: str, dtype, sharding=Non
 
 
 def layer_inputs(heads: T.Heads, t: int, parts: str, dtype, segments=None):
-    """(arrays that have gradients, output gradient [b, t, n v], segments [b, t], frequencies). By
-    default the segments have three rows."""
+    """Return (arrays with gradients, output gradient [b, t, n v], segments [b, t], frequencies). By
+    default, the segments have three rows."""
     if segments is None:
         segments = segment_rows(t)[1:]
     rng = np.random.default_rng(t)
     arrays, out_grad, _, freqs = layer_shapes(heads, len(segments), t, parts, dtype)
     arrays = {x: jnp.asarray(rng.standard_normal(s.shape), s.dtype) for x, s in arrays.items()}
-    if "gates" in arrays:  # of any sign, and none
+    if "gates" in arrays:  # of any sign, and zero
         arrays["gates"] = arrays["gates"].at[:, 40:65].set(0.0)
-    if "xsa" in arrays:  # also of no values, and of so little that it divides by a least size
+    if "xsa" in arrays:  # also for zero values, and for tiny values, which are divided by a minimum
         times = np.ones((1, t, 1), np.float32)
         times[:, 10:12], times[:, 20:22] = 0.0, 5e-6
         v, times = 2 * heads.count * heads.qk_width, jnp.asarray(times, dtype)
         arrays["qkv"] = arrays["qkv"].at[..., v:].multiply(times)
         arrays["xsa"] *= np.where(times < 1, 1e-4, 1)  # or gradients of v would be 1e4 there
     out_grad = jnp.asarray(rng.standard_normal(out_grad.shape), dtype).astype(np.float32)
-    # Of few bits, so that angles are exact: of others a rounded angle of 400 is off by 2e-5.
+    # Few bits make angles exact. Otherwise, rounding an angle of 400 has an error of 2e-5.
     freqs = np.float32(rng.integers(102, 1536, freqs.shape) / 1024)
     return arrays, out_grad, segments, freqs
 
 
 def layer(attend, heads: T.Heads):
-    """A Kernels.attend with all but arrays filled in: (arrays, segments, freqs) -> y."""
+    """Return a function (arrays, segments, freqs) -> y of a Kernels.attend."""
 
     def run(arrays, segments, freqs):
         added = (arrays["added"], arrays["added_gates"]) if "added" in arrays else None
@@ -109,7 +109,7 @@ def layer(attend, heads: T.Heads):
 
 
 def layer_with_gradients(attend, heads: T.Heads):
-    """A function of what layer_inputs returns -> (gradients of the arrays, y)."""
+    """Return a function of the results of layer_inputs -> (gradients of the arrays, y)."""
 
     def run(arrays, out_grad, segments, freqs):
         def loss(arrays):
@@ -122,7 +122,7 @@ def layer_with_gradients(attend, heads: T.Heads):
 
 
 def run_layer(attend, heads: T.Heads, *inputs, jit=jit) -> dict[str, np.ndarray]:
-    """{"y": output, "q", "k", "v", "xsa", "gates": gradients of those there are}."""
+    """Return {"y": output, "q", "k", "v", "xsa", "gates": gradients, if they exist}."""
     grads, y = jax.device_get(jit(layer_with_gradients(attend, heads))(*inputs))
     qk = heads.count * heads.qk_width
     d_qkv = np.split(grads.pop("qkv"), (qk, 2 * qk), axis=-1)
@@ -130,7 +130,7 @@ def run_layer(attend, heads: T.Heads, *inputs, jit=jit) -> dict[str, np.ndarray]
 
 
 def assert_same_layer(attend, heads: T.Heads, parts: str, inputs):
-    """Fail unless output and gradients of a layer in float32 equal those of the plain form."""
+    """Fail unless output and gradients of a layer in float32 equal the plain form."""
     got, want = (run_layer(x, heads, *inputs) for x in (attend, T.PLAIN.attend))
     assert got.keys() == want.keys() == {"y", "q", "k", "v", *parts.split()}
     for name, x in got.items():
@@ -153,8 +153,8 @@ def assert_rounded_layer(attend, heads: T.Heads):
 
 
 def lowered(function, *shapes, platform: str = "tpu") -> str:
-    """What `function` becomes in the language of Mosaic or Triton, whose rules an interpreted
-    kernel need not keep; all of its kernels read all of their operands."""
+    """Lower `function` for Mosaic or Triton, which have rules that the interpreter does not check.
+    Fail if a kernel does not read all its operands."""
     kind = {"tpu": "TPU v6 lite", "cuda": "NVIDIA H100"}[platform]  # jax 0.11 asks which GPU
     device = jax.sharding.AbstractDevice(kind, None, platform)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
@@ -165,7 +165,7 @@ def lowered(function, *shapes, platform: str = "tpu") -> str:
 
 
 def kernel_calls(jaxpr):
-    """All calls of kernels in a jaxpr and in those that it calls."""
+    """Return all calls of kernels in a jaxpr and its inner jaxprs."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             yield eqn
@@ -175,12 +175,12 @@ def kernel_calls(jaxpr):
 
 
 def unread(call) -> list[int]:
-    """The operands of a kernel that neither it nor a choice of its blocks reads: libtpu 0.0.43 to
-    0.0.45 can then read zeros from memory (jax issue 39744)."""
+    """Return the operands that neither a kernel nor its index maps read. In that case, libtpu 0.0.43
+    to 0.0.45 can read zeros from memory (jax issue 39744)."""
     mapping, kernel = call.params["grid_mapping"], call.params["jaxpr"]
     scalars = mapping.num_index_operands
     read = {id(x) for eqn in kernel.eqns for x in eqn.invars}
-    for block in mapping.block_mappings:  # these take the place in the grid, and then the scalars
+    for block in mapping.block_mappings:  # arguments: indices of the grid, then the scalars
         choice = block.index_map_jaxpr.jaxpr
         used = {id(x) for eqn in choice.eqns for x in eqn.invars}
         refs = choice.invars[len(choice.invars) - scalars :] if scalars else []

@@ -1,4 +1,4 @@
-"""A run that compiles quickly, and its programs, each compiled once for all tests that use them."""
+"""A config that compiles quickly, and its programs, which all tests share."""
 
 import contextlib
 import functools
@@ -15,10 +15,10 @@ from conftest import small_config
 
 import train_gpt as T
 
-# 8 steps: 3 plain, 3 packed, 2 of extension. Adam steps are 1, 3, 5 and 7, updates of tables 1, 3
-# and 7; head and embedding part after 5; step 3 changes the stage, and its updates have gradients
-# of both. All averages begin in the last steps. Two devices cannot share the tables of tokens
-# equally, four neither that of n-grams, eight neither the banks.
+# 8 steps: 3 plain, 3 packed, 2 in the extension. Adam has updates after steps 1, 3, 5 and 7, tables
+# after 1, 3 and 7. Head and embedding are untied after 5. Step 3 begins a stage, so its updates have
+# gradients of two stages. Averages begin in the last steps. Tables of tokens need padding on two
+# devices, the n-gram table on four, banks on eight.
 SMALL = small_config()
 PAIRED, _, ADDED, SHORT, LONG = SMALL.layers
 CFG = small_config(
@@ -32,7 +32,7 @@ CFG = small_config(
 
 
 def strip_padding(cfg: T.Config, arrays: dict) -> dict[str, np.ndarray]:
-    """Name -> array without the rows that only make a parameter divisible by the devices."""
+    """Return name -> array without padding."""
     return {name: np.asarray(x)[: T.param_table(cfg)[name].shape[0]] for name, x in arrays.items()}
 
 
@@ -41,18 +41,17 @@ cuda_compiler = pytest.mark.skipif(
     reason="needs the GPU compiler: pip install jax-cuda13-plugin jax-cuda13-pjrt",
 )
 
-# Without the optimizations that cost the most a program of CFG compiles in 1 s instead of 8.
+# Without expensive optimizations, a program of CFG compiles in 1 s instead of 8.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 QUICK |= {"xla_cpu_parallel_codegen_split_count": 1}
 
-# QUICK, and XLA must not drop roundings to bfloat16 where it can: tests look for those that should
-# not be there.
+# Also without excess precision: XLA keeps all roundings to bfloat16, and tests find wrong ones.
 jit = partial(jax.jit, compiler_options=QUICK | {"xla_allow_excess_precision": False})
 
 
 @contextlib.contextmanager
 def quick_compilation():
-    """Inside, jax.jit compiles with QUICK, whatever other options it is given."""
+    """Inside, jax.jit compiles with QUICK in addition to other options."""
     real = jax.jit
 
     def jit(*args, compiler_options=None, **rest):
@@ -64,12 +63,12 @@ def quick_compilation():
 
 
 def quick(function, *args):
-    """function(*args), jitted and compiled with QUICK."""
+    """Return function(*args), compiled with QUICK."""
     return jax.jit(function, compiler_options=QUICK)(*args)
 
 
 def tables_apart(cfg: T.Config, params: dict) -> dict:
-    """Parameters with the value tables one by one, as look_up has them of compute copies."""
+    """Return the parameters with a list of value tables, as in compute copies."""
     tables = params.get("value_tables")
     if tables is None or isinstance(tables, list):
         return params
@@ -77,13 +76,13 @@ def tables_apart(cfg: T.Config, params: dict) -> dict:
 
 
 def tables_joined(copies: dict) -> dict[str, np.ndarray]:
-    """Compute copies in the shapes of parameters: the value tables one under the other."""
+    """Return compute copies in the shapes of parameters, with joined value tables."""
     arrays = jax.tree.map(np.asarray, copies)
     return {n: np.concatenate(x) if isinstance(x, list) else x for n, x in arrays.items()}
 
 
 def features(model: T.Model, tokens, hashed, slots):
-    """T.forward of rows of tokens [b, t] with plain parameters, the n-gram table among them."""
+    """Return T.forward for tokens [b, t] with parameters, the n-gram table included."""
     none = np.zeros((len(tokens), 0), np.int32)
     rows = T.Rows(jnp.pad(tokens, ((0, 0), (0, 1))), hashed, slots, T.Aims(none, none, none))
     tables = tables_apart(model.cfg, model.params)
@@ -91,18 +90,18 @@ def features(model: T.Model, tokens, hashed, slots):
 
 
 def traced(program: T.Program, mesh):
-    """A program as jax traces it for the devices of `mesh`; nothing is lowered."""
+    """Return a traced program for the devices of `mesh`."""
     assert program.mesh == mesh
     return program.traced
 
 
 def padded(shape: tuple, row: T.Param, devices: int) -> tuple:
-    """A shape on so many devices, with the rows of zeros that make it divisible."""
+    """Return a shape with padding for this number of devices."""
     return (-(-shape[0] // devices) * devices, *shape[1:]) if row.sharded else shape
 
 
 def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
-    """Name -> array of a parameter's shape (or of its moments'), padded and cut over the mesh."""
+    """Return name -> array of a parameter (or a moment), padded and sharded over the mesh."""
 
     def one(name, x):
         row = T.param_table(cfg)[name]
@@ -113,17 +112,17 @@ def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
     return {name: one(name, np.asarray(x)) for name, x in arrays.items()}
 
 
-BUILT = {}  # what changes a program, number of devices -> the answer of T.compile_all
+BUILT = {}  # (config, devices), see key -> results of T.compile_all
 
 
 def key(cfg: T.Config, devices: int):
-    """Configs that differ in these fields only have the same programs."""
+    """Return a key that is equal for configs with the same programs."""
     smooth = {"seed": 0, "target": 0.0, "checkpoint_every": 0, "val_every": 0, "data": ""}
     smooth |= {"checkpoint_end": "auto", "devices": 0, "start": ""}
     smooth |= {"log_every": 10, "prefetch": 4, "sample_tokens": 0}
     smooth |= {"encoding": "bytes", "ngram_ids": "raw"}
     if cfg.whole_loss == "auto":
-        smooth["whole_loss"] = "never"  # as a run decides on CPUs
+        smooth["whole_loss"] = "never"  # the choice of a run on CPUs
     return replace(cfg, **smooth), devices
 
 
@@ -157,7 +156,7 @@ class FakeMesh:
 
 
 def programs_of(cfg: T.Config, devices: int) -> dict:
-    """Name -> executable of all programs of a run, as T.compile_all makes them."""
+    """Return name -> executable of all programs of a run, by T.compile_all."""
     if key(cfg, devices) not in BUILT:
         mesh = mesh_of(devices)
         kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
@@ -167,48 +166,48 @@ def programs_of(cfg: T.Config, devices: int) -> dict:
 
 
 def by_name(programs: dict) -> dict:
-    """What has the keys of T.programs, with their names as keys."""
+    """Replace keys of T.programs by their names."""
     return {str(x): program for x, program in programs.items()}
 
 
 def stage_at(cfg: T.Config, step: int) -> T.Stage:
-    """The stage that `step` (from 0) belongs to."""
+    """Return the stage of `step` (from 0)."""
     return cfg.stages[T.schedule(cfg).stage[step]]
 
 
 def named(cfg: T.Config, name: str):
-    """The key of T.programs that has this name."""
+    """Return the key of T.programs with this name."""
     return by_name({x: x for x in T.programs(cfg, mesh_of(1), T.PLAIN)})[name]
 
 
 @functools.cache
 def first_state(cfg: T.Config) -> dict[str, dict]:
-    """The training state before the first step, as NumPy arrays."""
+    """Return the initial training state as NumPy arrays."""
     return jax.device_get(quick(partial(T.init_state, cfg), np.uint32(cfg.seed)))
 
 
 def updates_at(cfg: T.Config, kind: str) -> list:
-    """The Update of this kind at the end of each step, or None."""
+    """Return the Update of this kind after each step, or None."""
     programs = T.schedule(cfg).programs
     return [next((key for key in keys if key[0] == kind), None) for keys in programs]
 
 
 def next_rows(stream: T.TokenStream, cursor: int, stage: T.Stage):
-    """(all rows of the global batch from `cursor` on, uint16 [rows, t+1]; next cursor)."""
+    """Return (rows of the global batch at `cursor`, uint16 [rows, t+1]; next cursor)."""
     pieces, after = T.plan_rows(stream, cursor, stage)
     return T.read_rows(stream, pieces, range(stage.rows)), after
 
 
 def val_batch(cfg: T.Config, mesh, known, tokens, step: int):
-    """The Batch of such validation rows, as T.evaluate makes it."""
+    """Return the Batch of validation rows, as in T.evaluate."""
     targets = tokens[:, 1:].astype(np.int32)
     aims = T.Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
     return T.put_batch(cfg, mesh, step, known, tokens, aims)
 
 
 def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list, dict]:
-    """(losses, last that of validation if there is a program for it; state without padding) of a
-    run, as T.train has them."""
+    """Return (losses, state without padding) of a run, as in T.train. The last loss is the
+    validation loss, if `compiled` has the program."""
     state = {kind: lay(cfg, arrays, mesh) for kind, arrays in first_state(cfg).items()}
     with quick_compilation():
         copies = T.start_copies(cfg, mesh)(state["params"], np.uint32(cfg.seed))

@@ -1,4 +1,4 @@
-"""A writer of runs in the trainer's format, without the trainer: quick, and any content."""
+"""Write runs with any content in the trainer's format, without training."""
 
 import json
 from hashlib import sha256
@@ -12,7 +12,7 @@ SOURCE = "import sys\n\nprint('a trainer')\n"
 
 
 def shard(content: str, size: int) -> dict:
-    """What run.json says of a shard."""
+    """Return the entry of a shard in run.json."""
     return {"bytes": size, "sha256": sha256(content.encode()).hexdigest()}
 
 
@@ -29,7 +29,7 @@ FINEWEB = {
 def write_run(
     folder: Path, seed: int, config: dict, loss=3.9, seconds=10.0, source=SOURCE, day=1, **changes
 ) -> Path:
-    """A run as train_gpt.py leaves it, without checkpoints; `changes` of run.json."""
+    """Write a finished run without checkpoints, with `changes` to run.json."""
     steps = config["steps"]
     stages = config["stages"]
     ends = accumulate(stage["share"] for stage in stages)
@@ -84,7 +84,7 @@ def write_run(
 
 
 def head(facts: dict) -> str:
-    """What a log says before the steps, and again where a run was resumed."""
+    """Return the head of a log, which is repeated when a run is resumed."""
     about = [f"{name} {version}" for name, version in facts["versions"].items()]
     about += ["{count} x {kind} ({platform})".format(**facts["devices"])]
     about += [facts["host"]["platform"], f"command: {facts['command']}"]

@@ -1,4 +1,4 @@
-"""Runs of the trainer inside a test: quick ones, and what they leave behind."""
+"""Short runs of the trainer within a test, and their files."""
 
 import json
 import shutil
@@ -12,8 +12,8 @@ from programs import BUILT, key, quick_compilation
 
 import train_gpt as T
 
-# One stage, one kind of table update and six small programs, which compile in two seconds; 4 steps
-# take 0.1 s. Tables and banks are padded on more devices than one.
+# One stage, one kind of table update and six small programs, which compile in two seconds. 4 steps
+# take 0.1 s. Tables and banks need padding on several devices.
 BRIEF = small_config(
     preset="brief",
     layers=(
@@ -39,15 +39,15 @@ BRIEF = small_config(
     val_batch=512,
     checkpoint_every=1,
 )
-STATES, COPIES = {}, {}  # as BUILT: T.start_state and T.start_copies of a config
-WARM = {}  # the same for each T.warm_up, which a test may have replaced
+STATES, COPIES = {}, {}  # like BUILT, for T.start_state and T.start_copies
+WARM = {}  # the same for each T.warm_up, which tests may replace
 
 
 def trained(cfg: T.Config, out: Path, shards: Path, saved=None, say=None, **options) -> Path:
-    """T.train; runs that differ in smooth things only share their compiled programs."""
+    """Call T.train. Runs with the same programs share them."""
 
     def once(make, known):
-        """`make`, called once for all configs with the same programs."""
+        """Call `make` once for all configs with the same programs."""
 
         def made(cfg, mesh, *args):
             same = key(cfg, mesh.size)
@@ -67,12 +67,12 @@ def trained(cfg: T.Config, out: Path, shards: Path, saved=None, say=None, **opti
 
 
 def metrics(run: Path) -> list[dict]:
-    """What metrics.jsonl says, line by line."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def without_times(run: Path) -> list[dict]:
-    """The same, but for what no two runs have in common."""
+    """Return the lines without times."""
     return [{k: v for k, v in line.items() if k != "train_time_ms"} for line in metrics(run)]
 
 
@@ -85,12 +85,12 @@ def facts(run: Path) -> dict:
 
 
 def steps_of(run: Path) -> list[str]:
-    """The names in the folder of a run's checkpoints: their steps, if all is well."""
+    """Return the names in the folder of checkpoints, which are steps."""
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 def back_to(run: Path, step: int) -> T.Saved:
-    """Let a run be as if it had been killed when this was its last checkpoint."""
+    """Change the files of a run as if it had been killed after this checkpoint."""
     for folder in (run / "checkpoints").iterdir():
         if int(folder.name) > step:
             shutil.rmtree(folder)
@@ -99,7 +99,7 @@ def back_to(run: Path, step: int) -> T.Saved:
 
 
 def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
-    """kind.name -> the whole array, from the rows in its files."""
+    """Return kind.name -> unsharded array, from the rows in its files."""
     rows = {}
     for path in checkpoint.glob("*.npy"):
         kind, name, first, _ = path.name.split(".")
@@ -111,7 +111,7 @@ def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_arrays(got: dict, want: dict):
-    """Bit for bit."""
+    """Fail unless all arrays are bit-identical."""
     assert got.keys() == want.keys()
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)

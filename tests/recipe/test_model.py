@@ -1,4 +1,4 @@
-"""What holds of the model whatever its numbers; those are held by test_record92.py."""
+"""Properties of the model. test_record92.py compares its numbers."""
 
 import functools
 from dataclasses import replace
@@ -19,13 +19,13 @@ CFG = small_config()
 
 @functools.cache
 def random_params(cfg: T.Config = CFG) -> dict[str, np.ndarray]:
-    """Every parameter non-zero."""
+    """Return parameters without zeros."""
     rng, table = np.random.default_rng(0), T.param_table(cfg)
     return {name: rng.normal(0, 0.3, row.shape).astype(np.float32) for name, row in table.items()}
 
 
 def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
-    """Tokens int32 [2, ROW] without BOS but at `starts` of every row."""
+    """Return tokens int32 [2, ROW] with BOS at `starts` of both rows, and nowhere else."""
     tokens = np.random.default_rng(seed).integers(0, BOS, (2, ROW)).astype(np.int32)
     tokens[:, list(starts)] = BOS
     return tokens
@@ -33,18 +33,18 @@ def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
 
 @jit
 def outputs(params, tokens, places):
-    """Of parameters, tokens and their rows of the n-gram table."""
+    """Return the outputs for tokens with these rows of the n-gram table."""
     cfg = replace(CFG, val_windows=WIDE)
     model = T.Model(params, cfg, T.PLAIN, None, T.hyper_at(CFG, 0), T.sign_pool(CFG, 0))
     return features(model, tokens, tokens, places.swapaxes(0, 1))
 
 
-# Smear, key offset and n-gram hashes look at tokens before whatever their document. Without:
+# Smear and n-grams use earlier tokens of other documents. Without them:
 ALONE = "smear_lambda", "ngram_table"
 
 
 def moved(tokens, other, off=()) -> list[int]:
-    """Positions at which the outputs for two batches differ to the bit, in any row."""
+    """Return the positions at which the outputs for two batches differ in any bit."""
     params = random_params()
     params = params | {name: np.zeros_like(params[name]) for name in off}
     places = (T.ngram_hashes(x, CFG.ngram_rows) for x in (tokens, other))
@@ -55,7 +55,7 @@ def moved(tokens, other, off=()) -> list[int]:
 
 
 def changed(tokens, at: int):
-    """`tokens` with another id at one position of every row."""
+    """Return `tokens` with another id at one position of every row."""
     other = tokens.copy()
     other[:, at] = (other[:, at] + 1) % BOS
     return other
@@ -68,15 +68,15 @@ def test_no_token_sees_the_future(at):
 
 
 @pytest.mark.parametrize("at", [1, 8])
-def test_attention_does_not_cross_documents_but_keys_of_long_layers_do(at):
-    """The key of a BOS shows the document before; the BOS itself sees one key, whatever it is."""
+def test_attention_stays_in_its_document_except_for_the_key_offset(at):
+    """The key offset moves part of the last token's key to a BOS, which sees only its own key."""
     tokens = tokens_with(0, 9)
     assert moved(tokens, changed(tokens, at), off=ALONE)[: 9 - at] == list(range(at, 9))
     assert 9 not in moved(tokens, changed(tokens, at), off=ALONE)
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)
-def test_the_layers_of_a_preset_fit_together(preset):
+def test_the_layers_of_a_preset_have_matching_shapes(preset):
     cfg = T.PRESETS[preset]
     params = T.abstract_state(cfg, mesh_of(1))["params"]
     copies = jax.eval_shape(lambda params: T.compute_copies(cfg, params), params)
@@ -94,8 +94,8 @@ def test_the_layers_of_a_preset_fit_together(preset):
 
 
 @pytest.mark.parametrize("kv", [2, 4])
-def test_heads_that_share_keys_and_values_are_as_if_each_had_a_copy(kv):
-    """Of 8 query heads; ANVIL takes two heads at a time. All kinds of layers."""
+def test_shared_keys_and_values_equal_a_copy_for_each_head(kv):
+    """For 8 query heads and all kinds of layers."""
     layers = tuple(replace(layer, attends=layer.attends or "short") for layer in CFG.layers)
     full = replace(CFG, layers=layers, heads=8, width=128)
     few = T.validate(replace(full, kv_heads=kv))
@@ -123,7 +123,7 @@ def test_heads_that_share_keys_and_values_are_as_if_each_had_a_copy(kv):
     np.testing.assert_allclose(got, want, atol=3e-4)
 
 
-def test_no_kernel_has_heads_that_share_keys():
+def test_shared_keys_have_no_attention_kernel():
     device = SimpleNamespace(device_kind="TPU v6 lite", platform="tpu")
     cfg = replace(T.PRESETS["speedrun"], kv_heads=2)
     kernels, why = T.serving_kernels(cfg, device)
@@ -132,8 +132,8 @@ def test_no_kernel_has_heads_that_share_keys():
 
 
 @pytest.mark.parametrize("stage", [None, CFG.stages[0]], ids=["validation", "training"])
-def test_without_documents_attention_crosses_whatever_is_in_a_row(stage):
-    """Neither the cap of training nor an id, 65535 say, begins a segment."""
+def test_without_documents_a_row_is_one_segment(stage):
+    """Neither the attention cap nor an id begins a segment."""
     tokens = np.random.default_rng(0).integers(65_530, 65_536, (2, 4 * CFG.attention_cap + 1))
     rows = T.Rows(tokens.astype(np.uint16), None, None, None)
     cfg = T.override(CFG, ["without=documents", "vocab=65536", "real_tokens=65536"])
@@ -146,7 +146,7 @@ def test_without_documents_attention_crosses_whatever_is_in_a_row(stage):
 
 
 def test_ngram_dropout_masks_rows_by_step_seed_and_tokens():
-    """The mean stays. Its mask is that of a row of the batch, wherever that is."""
+    """The mean stays. The mask of a row does not depend on its place in the batch."""
     cfg = replace(CFG, ngram_drop=0.25)
     tokens = np.random.default_rng(0).integers(0, 60_000, (8, 513)).astype(np.uint16)
     ones = np.ones((8, 2, 512, 4), np.float32)
@@ -165,8 +165,8 @@ def test_ngram_dropout_masks_rows_by_step_seed_and_tokens():
         assert np.mean(others == weights) < 0.7
 
 
-def test_rows_that_ngram_dropout_masks_have_no_gradient_and_others_a_larger_one():
-    """As in the gradient of the loss by finite differences. Validation drops nothing."""
+def test_gradients_with_ngram_dropout():
+    """They are zero for masked rows, and equal finite differences. Validation has no dropout."""
     cfg = replace(CFG, ngram_drop=0.5)
     tokens = np.random.default_rng(0).integers(0, BOS, (2, ROW + 1)).astype(np.uint16)
     hashed = tokens[:, :-1]
@@ -187,7 +187,7 @@ def test_rows_that_ngram_dropout_masks_have_no_gradient_and_others_a_larger_one(
     assert np.all(np.any(grads != 0, axis=-1) == kept)
     undropped = np.asarray(jax.grad(output)(ngrams, None))
     assert np.all(np.any(undropped != 0, axis=-1))
-    # One number of a kept row, by central differences.
+    # One element of a kept row, by central differences.
     where = (*np.argwhere(kept)[3], 5)
     step = np.zeros_like(ngrams)
     step[where] = 1e-2

@@ -29,7 +29,7 @@ T_ROW = sum(ABOUT["segment_lengths"])
 
 
 def golden_config() -> T.Config:
-    """A width, vocabulary and blocks as there."""
+    """Return a config with the width, vocabulary and blocks of the golden file."""
     blocks = ABOUT["block_train"], ABOUT["block_eval"]
     sizes = {"width": ABOUT["dim"], "vocab": ABOUT["vocab"], "real_tokens": ABOUT["copy_id"]}
     own = {"pointer_width": ABOUT["copy_dim"], "pointer_reach": blocks, "logit_cap": (23, 5, 7.5)}
@@ -37,7 +37,7 @@ def golden_config() -> T.Config:
 
 
 def golden_parameters() -> dict[str, np.ndarray]:
-    """The original's, by our names; hidden states beside them."""
+    """Return the parameters of upstream under our names, and hidden states."""
     d, v, w = ABOUT["dim"], ABOUT["vocab"], ABOUT["copy_dim"]
     shapes = (T_ROW, d), (d, v), (w, d), (w, d), (w,)
     scales = 1, 0.1, d**-0.5, d**-0.5, 1
@@ -49,7 +49,7 @@ def golden_parameters() -> dict[str, np.ndarray]:
 
 
 def golden_aims(case: str) -> T.Aims:
-    """Targets and prefixes of the row, as ids or as places among the given candidates."""
+    """Return targets and prefixes of the row, as ids or as indices of the given candidates."""
     targets = GOLDEN["tokens"][1:]
     prefixes = arrays("model")["prefix_table"][targets]
     ids = GOLDEN["sampled/classes"] if case == "sampled" else np.empty(0, np.int32)
@@ -62,7 +62,7 @@ def golden_aims(case: str) -> T.Aims:
 
 @functools.cache
 def golden_outcome(case: str, loss: str):
-    """(what was seen on the way, gradients) of a case, by T.batch_loss on given hidden states."""
+    """Return (intermediate results, gradients) of T.batch_loss on given hidden states."""
     cfg, params, aims = golden_config(), golden_parameters(), golden_aims(case)
     weights, prefix = WEIGHTS[case]
     stage, hyper = None, T.hyper_at(cfg, 0)
@@ -70,7 +70,7 @@ def golden_outcome(case: str, loss: str):
         stage = T.Stage(1.0, T_ROW, T_ROW, 0, (8, 32), 1.0, weights, weights, (prefix,))
         hyper = hyper._replace(weights=np.float32(weights), prefix=np.float32(prefix))
     masked = None
-    if case == "eval":  # logits of what its tokenizer never emits after a token are -60 there
+    if case == "eval":  # upstream sets logits of impossible next tokens to -60
         rng = np.random.default_rng(ABOUT["seed"] * 1000 + 971)
         rare = rng.random((ABOUT["vocab"],) * 2) < 0.05
         inputs, targets = GOLDEN["tokens"][:-1], GOLDEN["tokens"][1:]
@@ -131,7 +131,7 @@ CFG = small_config(pointer_width=8, pointer_reach=(16, 32), loss_chunk=50)
 
 
 def exact_shares(cfg, params, x_td, tokens, reach, cap):
-    """[t, 2] in float64, query by query and key by key."""
+    """Return shares [t, 2] in float64, query by query and key by key."""
     x = np.float64(x_td)
     w_q, w_k = np.float64(params["pointer_qk"])
     q, k = (
@@ -155,7 +155,7 @@ def exact_shares(cfg, params, x_td, tokens, reach, cap):
 
 
 def inputs(t: int, b: int = 2):
-    """Tokens of which many repeat, with documents, features and parameters of a row of t."""
+    """Return repeating tokens, segments, features and parameters for a row of t tokens."""
     rng = np.random.default_rng(t)
     tokens = rng.integers(0, 9, (b, t + 1)).astype(np.uint16)
     tokens[:, [3, t // 2]] = BOS
@@ -175,7 +175,7 @@ def rows_of(tokens, ids=()) -> T.Rows:
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("t", [16, 64, 75, 5])
 def test_shares_against_float64(t, trains, documents):
-    """Rows of a block, of several, and of a part of one."""
+    """For rows of one block, of several blocks, and shorter than a block."""
     cfg = replace(CFG, documents=documents)
     stage = cfg.stages[0] if trains else None
     cap = cfg.attention_cap if trains and documents else 0
@@ -189,7 +189,7 @@ def test_shares_against_float64(t, trains, documents):
 
 
 @pytest.mark.parametrize("at_once", [8, 10])
-def test_queries_in_parts_are_the_same(at_once, monkeypatch):
+def test_queries_in_parts_have_the_same_results(at_once, monkeypatch):
     tokens, x, params = inputs(64)
     model = T.Model(params, CFG, T.PLAIN, None, T.hyper_at(CFG, 0), None)
 
@@ -207,8 +207,8 @@ def test_queries_in_parts_are_the_same(at_once, monkeypatch):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("ids", [(), (*range(0, 9), 30, 44, BOS, 97, 100)], ids=["all", "some"])
 def test_the_mixture_against_float64(loss, ids):
-    """Of a validation: the chances of the softmax over all ids, or the given ones, among them
-    `<copy>`, 97, and of the pointer; and that the chances of all tokens add up to one."""
+    """In validation. The softmax is over all ids or over candidates, `<copy>` (97) included. The
+    probabilities of all tokens sum to one."""
     tokens, x, params = inputs(64)
     found = {"head": params["head"][rows_of(tokens, ids).aims.candidates]} if ids else {}
     place = {number: i for i, number in enumerate(ids or range(CFG.vocab))}
@@ -235,13 +235,13 @@ def test_the_mixture_against_float64(loss, ids):
         chance = chances[np.arange(64), [place[y] for y in row[1:]]] / (1 - gate) * believed
         losses -= np.sum(np.log(chance + gate * shares[:, 0]))
         total += np.mean(gate * shares[:, 0] / chance)
-    assert total > 0.01  # the pointer matters
+    assert total > 0.01  # the pointer has an effect
     np.testing.assert_allclose([weighted, plain], losses, rtol=2e-6)
 
 
 @pytest.mark.parametrize("chunk", [48, 10])
-def test_the_loss_with_its_own_gradient_is_the_plain_one(chunk):
-    """With targets further ahead, and weights of zero."""
+def test_the_fused_loss_equals_the_plain_loss(chunk):
+    """With several targets, and some zero weights."""
     rng = np.random.default_rng(0)
     x, head = (rng.standard_normal((n, 32), np.float32) for n in (48, 104))
     targets = rng.integers(0, 97, (48, 4)).astype(np.int32)
@@ -267,7 +267,7 @@ def test_the_loss_with_its_own_gradient_is_the_plain_one(chunk):
 
 @functools.cache
 def slopes(loss):
-    """The gradients of such a loss by (x, head, targets, weights, pointed), as a program."""
+    """Return a jitted function: the gradients for (x, head, targets, weights, pointed)."""
     cfg = small_config(logit_cap=(23.0, 5.0, 7.5), loss_chunk=64)
 
     def weighted(x, head, targets, weights, pointed):
@@ -277,8 +277,8 @@ def slopes(loss):
 
 
 @pytest.mark.parametrize("strength", [8, 14, 20])
-def test_a_gate_that_is_almost_sure_is_not_lost_to_roundings(strength):
-    """In bfloat16 the slopes of `<copy>`'s loss, of the order 1 / (1 - a), all but cancel."""
+def test_gradients_with_a_gate_close_to_one(strength):
+    """In bfloat16, terms of the order 1 / (1 - gate) almost cancel."""
     rng = np.random.default_rng(0)
     way = rng.standard_normal(64)
     way /= np.linalg.norm(way)
@@ -307,8 +307,8 @@ def test_a_gate_that_is_almost_sure_is_not_lost_to_roundings(strength):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_sure_softmax_and_a_sure_gate_have_gradients_that_are_numbers(loss):
-    """Chances of one and of zero, as far as a cap lets them be."""
+def test_gradients_are_finite_for_a_certain_softmax_and_gate(loss):
+    """With probabilities as close to one and zero as the cap allows."""
     x, targets = jnp.ones((4, 32)), jnp.array([[0, 97], [1, 97], [0, 97], [1, 97]])
     head = jnp.zeros((104, 32)).at[97].set(50.0)
     cfg, weights = small_config(logit_cap=(64.0, 0.0, 1.0)), jnp.eye(1, 2).repeat(4, axis=0)
@@ -321,11 +321,11 @@ def test_a_sure_softmax_and_a_sure_gate_have_gradients_that_are_numbers(loss):
         assert all(np.isfinite(y).all() for y in jax.tree.leaves(found))
 
 
-# ---- What goes in ------------------------------------------------------------------------------
+# ---- Inputs ------------------------------------------------------------------------------------
 
 
-def test_candidates_always_hold_the_id_of_copies():
-    """With it they are as many as before; the walk goes on as far as it must."""
+def test_candidates_include_the_id_of_copies():
+    """Their number stays, and the walk through the vocabulary is correct."""
     row = np.arange(20).astype(np.uint16)
     prefix_v = np.full(104, -1, np.int32)
     aims, offset = T.row_aims(row, 3, 48, prefix_v, [97])
@@ -338,7 +338,7 @@ def test_candidates_always_hold_the_id_of_copies():
     assert len(T.row_aims(row, 3, 19, prefix_v)[0].candidates) == 19
 
 
-def test_the_id_of_copies_may_be_the_first_that_no_token_can_have():
+def test_the_id_of_copies_is_the_first_unused_id():
     row = np.arange(20).astype(np.uint16)
     aims, _ = T.row_aims(row, 3, 48, np.full(70000, -1, np.int32), [65536])
     assert aims.candidates[-1] == 65536
@@ -346,8 +346,8 @@ def test_the_id_of_copies_may_be_the_first_that_no_token_can_have():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_of_the_mixture_is_not_cut_short(loss):
-    """However sure a model is of what does not come: a loss that has a bound looks too good."""
+def test_the_loss_of_the_mixture_has_no_bound(loss):
+    """A bounded loss would be too low for a confident wrong model."""
     x, head = jnp.ones((2, 32)), jnp.zeros((104, 32)).at[1].set(0.25)
     targets, weights = jnp.array([[0, 97], [1, 97]]), jnp.eye(1, 2).repeat(2, axis=0)
     cfg = small_config(logit_cap=(46.0, 0.0, 1.0))
@@ -361,7 +361,7 @@ def test_a_loss_of_the_mixture_is_not_cut_short(loss):
     assert np.any(grad[0])
 
 
-def test_a_vocabulary_must_have_an_id_for_copies():
+def test_a_vocabulary_needs_an_id_for_copies():
     with pytest.raises(T.UserError, match="pointer_width=8 is not valid: 0, as vocab=97 has no id"):
         T.validate(replace(CFG, vocab=97))
 
@@ -370,7 +370,7 @@ def test_the_preset_is_the_record_with_fewer_steps():
     cfg, record = T.PRESETS["pointer"], T.PRESETS["speedrun"]
     assert cfg.boundaries == (0, 282, 599, 981, 1040, 1060)
     assert cfg.tokens_after(cfg.steps) == 292_225_024 <= 293e6
-    # The rule of the record's stages, for 134 steps less: growth of 52 comes with the third.
+    # Stages by the rule of the record, with 134 fewer steps.
     quotients = np.array([0.2854, 0.3209, 0.3931 - 0.06 * 0.9994, 0.06 * 0.9994]) / 0.9994
     for base, steps in ((1122, record), (988, cfg)):
         ends = np.round(np.cumsum(quotients) * base) + [0, 0, 52, 52]
@@ -384,13 +384,13 @@ def test_the_preset_is_the_record_with_fewer_steps():
     assert next(each) - next(each) == 6 * 768 * 2 * 128
     table = T.param_table(cfg)
     own = {name: row for name, row in table.items() if name not in T.param_table(record)}
-    assert sum(np.prod(row.shape) for row in own.values()) == 196_737  # as its authors count
+    assert sum(np.prod(row.shape) for row in own.values()) == 196_737  # the number of its authors
     assert {row.betas for row in own.values()} == {(0.9, 0.99)}
     assert {row.lr for row in own.values()} == {cfg.lr_adam}
     assert [row.decay for row in own.values()] == [cfg.decay_adam, 0, 0]
 
 
-# ---- Whole programs ----------------------------------------------------------------------------
+# ---- Programs and runs -------------------------------------------------------------------------
 
 RUN = replace(
     BRIEF,
@@ -406,7 +406,7 @@ RUN = replace(
 @pytest.mark.slow
 @pytest.mark.parametrize("candidates", [48, 0])
 def test_every_parameter_of_the_pointer_learns(candidates, shards, tmp_path):
-    """In a softmax over candidates and over all; Adam's mean squares are those of gradients."""
+    """With candidates and without. Mean squares of Adam show that gradients are not zero."""
     stages = tuple(replace(x, candidates=(candidates,)) for x in RUN.stages)
     cfg = replace(RUN, stages=stages, devices=1)
     end = saved_arrays(trained(cfg, tmp_path, shards) / "checkpoints/6")
@@ -418,7 +418,7 @@ def test_every_parameter_of_the_pointer_learns(candidates, shards, tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_with_a_pointer_agree_on_any_number_of_devices_and_are_resumed(shards, tmp_path):
+def test_runs_with_a_pointer_agree_on_any_number_of_devices_and_resume(shards, tmp_path):
     each = [trained(replace(RUN, devices=n), tmp_path / str(n), shards) for n in (1, 2, 8)]
     one, *others = map(train_losses, each)
     for losses in others:

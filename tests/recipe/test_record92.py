@@ -1,22 +1,21 @@
-"""Our recipe against numbers from the original of record 92 (tests/golden/record92/README.md).
+"""The recipe against numbers of upstream, record 92 (tests/golden/record92/README.md).
 
-All but whole steps is float32 on a CPU, so what differs is the order of sums. Limits are relative
-to the largest magnitude of an array, with room over what float32 and float64 runs of the original
-differ by: forward 1e-5 (seen there: 2e-6; at full width 2e-5, 4e-6), queries and keys 2e-4 (angles:
-4e-5), gradients 1e-4 (8e-6; single numbers 1e-3, 7e-5), updates and averages 1e-5 (1e-6; the
-equaliser 1e-4, 2e-6). The schedule is compared to float32 rounding.
+Everything except whole steps is float32 on a CPU, so only the order of sums differs. Limits are
+relative to the largest magnitude of an array. They are larger than the differences between float32
+and float64 runs of upstream (in parentheses): forward pass 1e-5 (2e-6; at full width 2e-5, 4e-6),
+queries and keys 2e-4 (angles: 4e-5), gradients 1e-4 (8e-6; single numbers 1e-3, 7e-5), updates and
+averages 1e-5 (1e-6; the equaliser 1e-4, 2e-6), schedule: float32 rounding.
 
-Where we store things otherwise:
-- head is [vocab, width] here, like the embedding; the value tables are one table, and q and k, v
-  and o, the two MLP matrices lie in banks;
-- the two halves of a rotating pair lie half a head apart here, and side by side in the original:
-  the rows of q and k are permuted (`query_rows`), which changes no product of q and k;
-- the halves of the n-gram table, bigrams and trigrams, lie one after the other in the original and
-  interleaved here;
-- the original has two matrices more, for layer 7, which has no MLP. Updates and averages are given
-  an MLP there, to compare all of its moments; its weights never change, so they are set back;
-- the last mix takes its sources in another order, and so the lanes of its weights (`LANES`);
-- while tied, our embedding's moments are copies of the head's; the original has none until then.
+Differences in storage:
+- Here, the head is [vocab, width], like the embedding. The value tables are one table. Matrices of
+  q and k, of v and o, and of MLPs are in banks.
+- The two halves of a rotating pair are half a head apart here, and adjacent upstream. The rows of q
+  and k are permuted (`query_rows`), which does not change their products.
+- Bigrams and trigrams have separate halves of the n-gram table upstream, and alternate here.
+- Upstream has two more matrices, for layer 7, which has no MLP. Tests of updates and averages add
+  an MLP to it to compare all moments. Its weights never change, so they are reset.
+- The last mix has its sources, and so the lanes of its weights, in another order (`LANES`).
+- While tied, the moments of our embedding are copies of the head's. Upstream has none until then.
 """
 
 import functools
@@ -54,14 +53,14 @@ RECORD = replace(T.Config(), ngram_ids="raw")
 
 @functools.cache
 def arrays(name: str) -> dict[str, np.ndarray]:
-    """The arrays of one of the golden files."""
+    """Return the arrays of a golden file."""
     with np.load(GOLDEN / f"{name}.npz") as file:
         return dict(file)
 
 
 @functools.cache
 def facts(name: str) -> dict:
-    """The settings beside them."""
+    """Return the settings of a golden file."""
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
@@ -70,7 +69,7 @@ SEED, CASES = facts("model")["seed"], facts("model")["cases"]
 
 
 def config(size: str, block: int = 16, row: int = 192, rows: int = 8) -> T.Config:
-    """The record's Config at a golden size; windows in units of `block` tokens."""
+    """Return the record's Config at a golden size, with windows in units of `block` tokens."""
     sizes = SIZES[size]
     stages = tuple(
         replace(
@@ -91,21 +90,23 @@ def config(size: str, block: int = 16, row: int = 192, rows: int = 8) -> T.Confi
     )
 
 
-DEAD = 7  # the layer without an MLP, for which the original has matrices too
+DEAD = 7  # the layer without an MLP, for which upstream has unused matrices
 
 
 def slots(cfg: T.Config) -> list[int]:
-    """Of which of the original's MLPs ours are: layer 8 has its ninth and its last."""
+    """Return the number of each of our MLPs upstream. Layer 8 has the ninth and the last."""
     return [i for i in (*range(9), 11, 9, 10) if i != DEAD or cfg.layers[DEAD].mlps]
 
 
 def with_dead(cfg: T.Config) -> T.Config:
-    """With an MLP in the layer that has none, whose matrices updates and averages can be given."""
+    """Return the config with an MLP in the layer without one (see the docstring above)."""
     layers = (replace(x, mlps=1) if i == DEAD else x for i, x in enumerate(cfg.layers))
     return replace(cfg, layers=tuple(layers))
 
 
-LANES = np.array([0, 1, 2, 4, 3, 5, 7, 6, 8, 9, 10, 11, 12, 13])  # our sources in their order
+LANES = np.array(
+    [0, 1, 2, 4, 3, 5, 7, 6, 8, 9, 10, 11, 12, 13]
+)  # our sources in the order of upstream
 
 
 def draw(seed: int, shape) -> np.ndarray:
@@ -114,7 +115,7 @@ def draw(seed: int, shape) -> np.ndarray:
 
 @functools.cache
 def originals(size: str) -> dict[str, np.ndarray]:
-    """The original's parameters, from their seeds."""
+    """Return the parameters of upstream, drawn from their seeds."""
     found = {}
     for row in SHAPES[size]:
         x = draw(row["seed"], row["shape"]) * row["scale"] + row["offset"]
@@ -125,16 +126,18 @@ def originals(size: str) -> dict[str, np.ndarray]:
 
 
 def tied(theirs: dict) -> dict:
-    """The parameters with the head as embedding."""
+    """Return the parameters with the head as embedding."""
     return theirs | {"embed": theirs["head"].T}
 
 
 @functools.cache
 def query_rows(cfg: T.Config) -> np.ndarray:
-    """For each of our rows of q or k [attentions, d], the original's row."""
+    """Return the row of upstream for each row of q or k, [attentions, d]."""
     h, quarter, found = cfg.head_width, np.arange(cfg.head_width // 4), []
     for i in cfg.layers_with("attends"):
-        if cfg.layers[i].attends == "long":  # the halves of a pair, each with what stands still
+        if (
+            cfg.layers[i].attends == "long"
+        ):  # the halves of pairs, each with dimensions that do not rotate
             head = 2 * quarter, h // 2 + quarter, 2 * quarter + 1, 3 * h // 4 + quarter
         else:
             head = 2 * quarter, 2 * quarter + 1, np.arange(h // 2, h)
@@ -143,7 +146,7 @@ def query_rows(cfg: T.Config) -> np.ndarray:
 
 
 def ours(cfg: T.Config, theirs: dict) -> dict[str, np.ndarray]:
-    """The original's parameters (or gradients) in our shapes."""
+    """Return parameters (or gradients) of upstream in our shapes."""
     d, rows = cfg.width, query_rows(cfg)[:, None, :, None]
     qk = np.take_along_axis(theirs["attn"][:, :2], rows, axis=2)
     table = np.empty_like(theirs["ngram_table"])
@@ -165,7 +168,7 @@ def ours(cfg: T.Config, theirs: dict) -> dict[str, np.ndarray]:
 
 
 def back(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
-    """Our parameters (or gradients, moments, averages) in the original's shapes."""
+    """Return our parameters (or gradients, moments, averages) in the shapes of upstream."""
     mine = {name: np.asarray(x) for name, x in mine.items()}
     found = {name: x for name, x in mine.items() if not name.endswith("_bank")}
     d, attentions = cfg.width, len(query_rows(cfg))
@@ -195,7 +198,7 @@ def back(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
 
 
 def check(what: str, got, want, limit: float):
-    """Fails if `got` is further from `want` than `limit` times the largest magnitude."""
+    """Fail if `got` differs from `want` by more than `limit` times the largest magnitude."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, what
     error = np.abs(got - want).max() / max(np.abs(want).max(initial=0), 1e-30)
@@ -203,7 +206,7 @@ def check(what: str, got, want, limit: float):
 
 
 def check_stored(golden: dict, key: str, got, limit: float, at=...):
-    """`got` against what is stored under key.norm and key.all, or key.idx and key.val."""
+    """Compare `got` with the numbers stored as key.norm and key.all, or key.idx and key.val."""
     got = np.asarray(got, np.float64)
     norm = float(golden[f"{key}.norm"][at])
     assert np.linalg.norm(got) == pytest.approx(norm, rel=limit, abs=1e-12), key
@@ -216,7 +219,7 @@ def check_stored(golden: dict, key: str, got, limit: float, at=...):
 
 @functools.cache
 def case_parts(name: str) -> SimpleNamespace:
-    """A case of the model file: facts, golden arrays, config, parameters and what goes in."""
+    """Return a case of the model file: facts, golden arrays, config, parameters and inputs."""
     c = SimpleNamespace(**CASES[name])
     own = (key for key in arrays("model") if key.startswith(f"{name}/"))
     c.golden = {key.removeprefix(f"{name}/"): arrays("model")[key] for key in own}
@@ -241,12 +244,12 @@ def case_parts(name: str) -> SimpleNamespace:
 
 
 def parameters(c: SimpleNamespace) -> dict[str, np.ndarray]:
-    """The original's parameters in a case."""
+    """Return the parameters of upstream in a case."""
     return tied(originals(c.config)) if c.tied else originals(c.config)
 
 
 def watch(patch, seen: dict) -> T.Kernels:
-    """Patch T so that `seen` gets, while a step is traced, what the golden file has of it."""
+    """Patch T so that `seen` gets the intermediate results that the golden file has."""
 
     def note(function: str, write):
         real = getattr(T, function)
@@ -292,7 +295,7 @@ def watch(patch, seen: dict) -> T.Kernels:
 
 @functools.cache
 def outcome(name: str):
-    """(weighted sum of losses, what was seen on the way, gradients or None) of a case."""
+    """Return (weighted sum of losses, intermediate results, gradients or None) of a case."""
     c = case_parts(name)
     cfg, hyper = c.cfg, c.hyper
     inputs, aims = jnp.asarray(c.tokens[None, :-1]), T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
@@ -316,7 +319,7 @@ def outcome(name: str):
             weighted, plain = T.batch_loss(params, found, model, rows)
             return plain if validates else weighted, seen
 
-    # Full width is worth the optimizations: it computes for longer than it compiles.
+    # At full width, running takes longer than compiling, so the compiler optimizes.
     jit = functools.partial(jax.jit, compiler_options=None if c.config == "full" else QUICK)
     params = {name: jnp.asarray(x) for name, x in ours(cfg, parameters(c)).items()}
     if validates:
@@ -326,18 +329,18 @@ def outcome(name: str):
 
 
 LIMITS = {"fullwidth": 2e-5}
-SLOW = set(CASES) - {"stage0"}  # a few seconds each, at full width 20
+SLOW = set(CASES) - {"stage0"}  # a few seconds each; 20 s at full width
 NAMES = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_goes_in(name):
-    """Tokens, documents, hashes, rotation, candidates: all but the rotation exactly."""
+def test_inputs(name):
+    """Tokens, documents, hashes, rotation, candidates. Only the rotation is not exact."""
     c = case_parts(name)
     golden, inputs = c.golden, c.tokens[None, :-1]
     np.testing.assert_array_equal(golden["tokens"], c.tokens)
     cap = 0 if c.mode == "eval" else c.cfg.attention_cap
-    jit = functools.partial(jax.jit, compiler_options=QUICK)  # not one operation after the other
+    jit = functools.partial(jax.jit, compiler_options=QUICK)  # faster than single operations
     segments = np.asarray(jit(T.segment_ids, static_argnums=(1, 2))(inputs, c.cfg.bos, cap))[0]
     starts = np.flatnonzero(np.diff(segments, prepend=-1))
     np.testing.assert_array_equal(starts, np.unique(golden["cu_seqlens"])[:-1])
@@ -346,7 +349,7 @@ def test_what_goes_in(name):
     signs = np.asarray(jit(T.sign_ids, static_argnums=1)(inputs, c.cfg.sign_rows))
     np.testing.assert_array_equal(signs[:, 0], golden["sign_rows"])
     for freqs, key in zip(c.hyper.freqs, ("yarn_narrow", "yarn_wide"), strict=True):
-        want = golden[key]  # of every dimension, those that stand still included
+        want = golden[key]  # for all dimensions, also those without rotation
         check(key, np.pad(np.repeat(freqs, 2), (0, len(want) - 2 * len(freqs))), want, 3e-7)
     np.testing.assert_allclose(c.hyper.scales, c.attn_scale, rtol=3e-7)
     if c.candidates:
@@ -357,7 +360,7 @@ def test_what_goes_in(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_activations(name):
-    """The stream and the gates of every layer, what enters and leaves every attention."""
+    """The residual stream and the gates of each layer, inputs and outputs of each attention."""
     c, (_, seen, _), limit = case_parts(name), outcome(name), LIMITS.get(name, 1e-5)
     golden, rows, cfg = c.golden, c.golden["sample_rows"], c.cfg
     seen, products = dict(seen), seen["products"]
@@ -421,9 +424,9 @@ def test_gradient_of_every_parameter(name):
 
 
 def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
-    """Gradients of a step as a `grads` program leaves them: every device has some rows of the sum,
-    of banks its share of it. Of the n-gram table every row was requested by two devices, which have
-    half of its gradient each. Rows of value tables are looked up once."""
+    """Return gradients of a step in the layout of a `grads` program: a part of the sum on each
+    device. Two devices have half of the gradient of each row of the n-gram table. Rows of value
+    tables are looked up once."""
     n, found = mesh.size, {}
     stage = stage_at(cfg, step)
     for name, x in grads.items():
@@ -453,7 +456,7 @@ def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
 
 @functools.cache
 def program(cfg: T.Config, devices: int, name: str):
-    """A compiled program. The gradients' one tells the weighted loss in place of the plain one."""
+    """Return a compiled program. Programs of gradients return the weighted loss."""
 
     def telling(*args):
         return (T.cross_entropy(*args)[0],) * 2
@@ -464,7 +467,7 @@ def program(cfg: T.Config, devices: int, name: str):
 
 
 class Training:
-    """A run on some devices from the original's parameters, whose steps a test goes through."""
+    """A run that starts with the parameters of upstream, step by step."""
 
     def __init__(self, cfg: T.Config, devices: int, start: dict, signs=None):
         self.cfg, self.devices, self.mesh = cfg, devices, mesh_of(devices)
@@ -479,31 +482,31 @@ class Training:
         self.waiting, self.adams, self.table_updates = {}, 0, 0
 
     def hyper(self, step: int):
-        """The Hyper of a step; the golden scenarios count updates from their own first one."""
+        """Return the Hyper of a step. Golden scenarios count updates from their first one."""
         hyper = T.hyper_at(self.cfg, step)
         adams, updates = np.array([self.adams + 1, self.table_updates + 1], hyper.lr.dtype)
         hyper = hyper._replace(adam_count=adams, table_count=updates)
         return jax.tree.map(lambda x: T.put(x, self.mesh, T.P()), hyper)
 
     def gradients(self, step: int, rows, wanted):
-        """(gradients as they lie on the devices, sum of the weighted losses of the rows)."""
+        """Return (gradients on the devices, sum of the weighted losses of the rows)."""
         key, table = T.schedule(self.cfg).programs[step][0], self.state["params"]["ngram_table"]
         put = functools.partial(T.put, mesh=self.mesh, spec=T.P(T.AXIS))
         rows, wanted = jax.tree.map(put, (rows, wanted))
         args = self.copies, table, T.Batch(rows, wanted, self.hyper(step))
         grads, loss, dropped = program(self.cfg, self.devices, str(key))(*args)
         assert dropped == 0
-        stage = stage_at(self.cfg, step)  # of whose rows each loss has its part
+        stage = stage_at(self.cfg, step)  # losses are means over its rows
         return grads, float(loss) * stage.batch_tokens * stage.rows
 
     def update(self, step: int, grads: dict):
-        """All updates of a step with these gradients."""
+        """Run all updates of a step with these gradients."""
         hyper = self.hyper(step)
         self.waiting = {n: (*self.waiting.get(n, ()), grad) for n, grad in grads.items()}
         for update in T.schedule(self.cfg).programs[step][1:]:
             due = {n: self.waiting.pop(n) for n in T.updated(self.cfg, update.kind)}
             missing = update.steps - len(next(iter(due.values())))
-            for n, found in due.items():  # a scenario may begin in the middle: zeros before it
+            for n, found in due.items():  # zeros for steps before the scenario
                 due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
             step_of = program(self.cfg, self.devices, str(update))
             self.state, changed, _ = step_of(self.state, due, hyper)
@@ -513,7 +516,7 @@ class Training:
 
 
 def gradient(size: str, step: int) -> dict[str, np.ndarray]:
-    """The original's gradients at a step of the optimizer scenarios."""
+    """Return the gradients of upstream at a step of the optimizer scenarios."""
     found = {}
     for k, row in enumerate(SHAPES[size]):
         grad = draw(SEED * 1_000_000 + step * 100 + k, row["shape"]) * 1e-3 * (1 + step % 3)
@@ -524,7 +527,7 @@ def gradient(size: str, step: int) -> dict[str, np.ndarray]:
 
 
 def equalisers(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
-    """The running mean squares of ANVIL in the original's shapes."""
+    """Return the running mean squares of ANVIL in the shapes of upstream."""
     qk, vo, mlp = (np.asarray(mine[name]) for name in ("qk_bank", "vo_bank", "mlp_bank"))
     layers = len(cfg.layers_with("attends"))
     own = np.argsort(slots(cfg))
@@ -545,7 +548,7 @@ SCENARIOS = facts("optimizer")["scenarios"]
     ],
 )
 def test_updates_of_every_group(scenario, devices):
-    """From given gradients: each device has part of them and updates its share."""
+    """Each device has a part of given gradients, and updates its shards."""
     golden, cfg = arrays("optimizer"), with_dead(config("tiny"))
     about, start = SCENARIOS[scenario], originals("tiny")
     run = Training(cfg, devices, tied(start) if about["start_tied"] else start)
@@ -561,7 +564,9 @@ def test_updates_of_every_group(scenario, devices):
         for kind, short in kinds.items():
             for name, x in back(cfg, state[kind]).items():
                 if name == "embed" and kind != "params" and fact["tied_after"]:
-                    x = np.zeros_like(x)  # ours are copies of the head's, theirs still zero
+                    x = np.zeros_like(
+                        x
+                    )  # ours are copies of the head's moments; upstream has zeros
                 if name in ("fc", "proj") and kind == "params":
                     x[DEAD] = start[name][DEAD]
                 check_stored(golden, f"{scenario}/{name}/{short}", x, 1e-5, at)
@@ -581,11 +586,11 @@ TAGS |= {"value_average": "value-embed-avg", "bank_ema": "bank-blend"}
 AVERAGED = "head", "embed", "value_tables", "attn", "fc", "proj"
 
 
-def test_when_the_averages_tick():
+def test_steps_of_the_averages():
     golden, ours = arrays("tail"), T.schedule(RECORD).hyper.average_rates
     for tail, tag in TAGS.items():
         steps, rates = (golden[f"ticks/{tag}/{x}"].tolist() for x in ("step", "rate"))
-        if tail == "ema":  # theirs starts at step 896, with the weights that step 895 has left
+        if tail == "ema":  # upstream begins at step 896 with the weights after step 895
             assert steps[0] == 896
             steps[0] = 895
         column = ours[:, [*T.AVERAGES].index(tail)]
@@ -596,7 +601,7 @@ def test_when_the_averages_tick():
 
 
 def test_averages_of_the_last_weights():
-    """On weights that a rule gives for every step; then the program that ends a run."""
+    """On weights by a formula for each step, with the last program of a run."""
     golden, cfg = arrays("tail"), with_dead(config("tiny"))
     shapes = {row["name"]: row for row in SHAPES["tiny"]}
     table, first = T.param_table(cfg), facts("tail")["first_step"]
@@ -648,7 +653,7 @@ def test_averages_of_the_last_weights():
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_validation(devices):
-    """The program that ends a run, on as many copies of the golden row as there are devices."""
+    """Validate one copy of the golden row per device."""
     c = case_parts("eval")
     many = {"val_batch": devices * c.row_tokens, "val_tokens": devices * c.row_tokens}
     run = Training(replace(c.cfg, **many), devices, parameters(c), c.signs)
@@ -662,8 +667,8 @@ def test_validation(devices):
 
 @pytest.fixture
 def double(tmp_path, monkeypatch):
-    """In this module T computes in float64 throughout: the text of the file, with float64 for
-    float32. What a float32 run makes of a gradient that is rounding depends on the processor."""
+    """Replace T by a copy of its source with float64 instead of float32. In float32, updates for
+    gradients that are only rounding errors depend on the processor."""
     text = (ROOT / "train_gpt.py").read_text().replace("float32", "float64")
     (tmp_path / "doubled.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -676,11 +681,11 @@ def double(tmp_path, monkeypatch):
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("scenario", ["start", "cadence", "untie"])
 def test_training_steps(double, scenario, devices):
-    """Two rows a step, through our own programs: their candidates, the exchange of n-gram rows,
-    events of two and four steps, another stage, a change of YaRN, the untying.
+    """Run our programs with two rows per step. The steps include candidates, the exchange of n-gram
+    rows, updates after two and four steps, another stage, a change of YaRN, and the untying.
 
-    In float64 all losses are those of the original's own float64 run (seen: within 3e-14). Its
-    norms are of a float32 run, from which its other one differs by as much as ours.
+    In float64, losses equal a float64 run of upstream (differences: 3e-14). Its norms are from a
+    float32 run, and another float32 run of upstream differs from them like ours.
     """
     golden, train = arrays("train"), facts("train")
     about, exact = train["scenarios"][scenario], train["float32_vs_float64"][scenario]
@@ -717,12 +722,12 @@ def test_training_steps(double, scenario, devices):
 
 
 def sha256(x) -> str:
-    """Of an array as int32."""
+    """Return the hash of an array as int32."""
     return hashlib.sha256(np.ascontiguousarray(x, "<i4").tobytes()).hexdigest()
 
 
 def test_schedule_of_every_step():
-    """All 1,194 steps; equal to float32 rounding (the original computes in Python floats too)."""
+    """All 1,194 steps, up to float32 rounding."""
     golden, cfg, table = arrays("schedule"), RECORD, T.schedule(RECORD)
     assert cfg.tokens_after(cfg.steps) == golden["total_tokens"] == 328_663_040
     assert cfg.attention_cap == golden["virtual_cap"]

@@ -1,7 +1,7 @@
-"""Our batches against those of the loader of record 92 (tests/golden/record92/README.md): exactly.
+"""Batches equal the loader of record 92 (tests/golden/record92/README.md).
 
-The tables of the vocabulary are made from GPT-2's encoding, which tiktoken downloads once; without
-it the tests of these tables are skipped, and rows are compared without their prefixes.
+Tables of the vocabulary need GPT-2's encoding, which tiktoken downloads once. Without it, tests of
+these tables are skipped, and rows are compared without prefixes.
 """
 
 import functools
@@ -23,13 +23,13 @@ GOLDEN = ROOT / "tests/golden/record92"
 META = json.loads((GOLDEN / "data.json").read_text())
 RECORD = replace(T.PRESETS["speedrun"], ngram_ids="raw", ngram_rows=META["ngram_rows"])
 STEPS = range(len(META["plan"]))
-# Compiled as a whole: one by one their operations take longer.
+# Jitted, since single operations take longer.
 segment_ids = jit(T.segment_ids, static_argnums=(1, 2))
 sign_ids = jit(T.sign_ids, static_argnums=1)
 
 
 def stage_of(step: dict) -> T.Stage:
-    """The stage of one step of the plan."""
+    """Return the stage of one step of the plan."""
     sizes = (step[name] for name in ("global_tokens", "row_tokens", "doc_cap"))
     return T.Stage(1 / len(STEPS), *sizes, (1, 1), candidates=(step["candidates"],))
 
@@ -39,20 +39,20 @@ CFG = replace(RECORD, steps=len(STEPS), extension=0, stages=tuple(map(stage_of, 
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_all():
-    """Ids of the golden data are random, and so are more n-grams different than text has."""
+    """Golden data has random ids, so it has more different n-grams than text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(T, "capacity", lambda tokens, devices: 2 * tokens // devices)
         yield
 
 
 def sha256(x, dtype="<i4") -> str:
-    """Of an array in this type."""
+    """Return the hash of an array in this type."""
     return hashlib.sha256(np.ascontiguousarray(x, dtype).tobytes()).hexdigest()
 
 
 @functools.cache
 def gpt2() -> list[bytes]:
-    """GPT-2's words; none where its encoding cannot be had."""
+    """Return the bytes of GPT-2's tokens, or an empty list without its encoding."""
     try:
         return T.token_bytes(RECORD, Path("."))
     except T.UserError:
@@ -63,7 +63,7 @@ needs_gpt2 = pytest.mark.skipif("not gpt2()", reason="needs the GPT-2 encoding o
 
 
 def draw_shard(about: dict) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, where documents begin): lengths are about log-normal, with a median of 350."""
+    """Return (tokens, starts of documents) with log-normal lengths, median 350."""
     rng, size = np.random.default_rng(about["seed"]), about["tokens"]
     draws = np.exp(rng.standard_normal(4000) * 1.1 + np.log(350))
     lengths = [*about["first_document_lengths"], *np.clip(draws, 1, 12_000).astype(int).tolist()]
@@ -76,7 +76,7 @@ def draw_shard(about: dict) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    """The golden arrays and the two streams."""
+    """Golden arrays and the two streams."""
     folder = tmp_path_factory.mktemp("record92")
     with np.load(GOLDEN / "data.npz") as file:
         arrays = dict(file)
@@ -91,7 +91,7 @@ def golden(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batches(golden):
-    """(Rows, wanted, place before, place after) of every step, one after the other."""
+    """(Rows, wanted, place before, place after) of each step."""
     found, place = [], T.loader_state(CFG, mesh_of(8))
     for step in STEPS:
         batch, after = T.next_batch(CFG, mesh_of(8), golden.train, golden.known, step, place)
@@ -101,13 +101,13 @@ def batches(golden):
 
 
 def borders(segments) -> list[int]:
-    """Where the segments of a row begin, and its end."""
+    """Return the starts of the segments of a row, and its end."""
     return [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(segments)]
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_rows_and_the_pieces_they_are_made_of(golden, batches, step):
-    """Both shards, all lengths of rows; the original with eight devices, of one row each."""
+def test_rows_and_their_pieces(golden, batches, step):
+    """Both shards, all lengths of rows. Upstream has eight devices with a row each."""
     rows, _, place, after = batches[step]
     stage, about = CFG.stages[step], META["steps"][step]
     assert rows.tokens.dtype == np.uint16
@@ -123,8 +123,8 @@ def test_rows_and_the_pieces_they_are_made_of(golden, batches, step):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_documents_apart_as_in_the_original(golden, batches, step):
-    """Its boundaries, those after 2560 tokens too, are where our segment ids rise."""
+def test_segments_of_documents(golden, batches, step):
+    """Segment ids rise at the boundaries of upstream, also after 2560 tokens."""
     inputs = batches[step][0].tokens[:, :-1].astype(np.int32)
     ids = np.asarray(segment_ids(inputs, CFG.bos, CFG.attention_cap))
     for row, want in zip(ids, golden.arrays[f"step{step}/cu_seqlens"], strict=True):
@@ -134,11 +134,11 @@ def test_documents_apart_as_in_the_original(golden, batches, step):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_hashes(golden, batches, step):
-    """Rows of the n-gram table and of the signs; what devices ask each other for leads to them."""
+    """Rows of the n-gram table and of the signs, and requests between devices."""
     rows, wanted, *_ = batches[step]
     about, arrays = META["steps"][step], golden.arrays
     np.testing.assert_array_equal(rows.hashed, rows.tokens[:, :-1])
-    ids = T.ngram_hashes(rows.hashed, CFG.ngram_rows).swapaxes(0, 1)  # theirs: [8, 2, t]
+    ids = T.ngram_hashes(rows.hashed, CFG.ngram_rows).swapaxes(0, 1)  # upstream: [8, 2, t]
     signs = np.asarray(sign_ids(rows.hashed, CFG.sign_rows)).swapaxes(0, 1)
     assert sha256(ids) == about["sha256_of_ngram_ids_int32"]
     assert sha256(signs) == about["sha256_of_sign_rows_int32"]
@@ -151,18 +151,18 @@ def test_hashes(golden, batches, step):
 
 
 def check_request(wanted, found, places):
-    """What tokens [rows, 2, t] find in what their device fetches is the rows at these `places`."""
+    """Check that tokens [rows, 2, t] find the rows at these `places` among the fetched rows."""
     devices = len(wanted)
     share, owners = CFG.ngram_rows // devices, np.arange(devices)[:, None]
     assert share * devices == CFG.ngram_rows
     shares = wanted, np.split(found, devices), np.split(places, devices)
     for asked, at, want in zip(*shares, strict=True):
         np.testing.assert_array_equal((asked + share * owners).reshape(-1)[at], want)
-        assert np.sum(asked < share) == len(np.unique(want))  # every row once
+        assert np.sum(asked < share) == len(np.unique(want))  # each row once
 
 
 def test_requests_of_the_largest_batch():
-    """There numbers of places go beyond 16 bits."""
+    """Its numbers need more than 16 bits."""
     stage = max(RECORD.stages, key=lambda stage: stage.batch_tokens)
     shape = stage.rows, stage.row_tokens
     hashed = np.random.default_rng(0).integers(0, CFG.bos, shape).astype(np.uint16)
@@ -172,11 +172,11 @@ def test_requests_of_the_largest_batch():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_candidates(golden, batches, step):
-    """Each row's candidates by its own walk, and the places of targets and prefixes in them."""
+    """The candidates of each row, and the places of targets and prefixes in them."""
     rows, _, place, after = batches[step]
     about, arrays, aims = META["steps"][step], golden.arrays, rows.aims
     count, tokens = META["plan"][step]["candidates"], rows.tokens
-    assert not np.any(aims.candidates[:, count:])  # those fill up where another step has more
+    assert not np.any(aims.candidates[:, count:])  # padding for steps with more candidates
     aims = aims._replace(candidates=aims.candidates[:, :count])
     assert aims.candidates.shape == (8, count) and {x.dtype for x in aims} == {np.dtype("i4")}
     if not count:
@@ -200,7 +200,7 @@ def test_candidates(golden, batches, step):
                 np.testing.assert_array_equal(x[rank], arrays[f"step{step}/{name}_rank{rank}"])
 
 
-def test_a_walk_that_meets_too_many_targets_and_one_that_is_not_needed(golden):
+def test_candidates_with_many_targets_and_with_enough_targets(golden):
     targets = T.STRIDE * np.arange(9000) % CFG.vocab
     ids, offset = T.candidates(targets, 0, 10_240, CFG.vocab)
     assert offset == META["fallback"]["walk_after"]
@@ -212,7 +212,7 @@ def test_a_walk_that_meets_too_many_targets_and_one_that_is_not_needed(golden):
     assert offset == META["exact"]["walk_after"]
 
 
-def test_hashes_whose_products_wrap_around():
+def test_hashes_with_integer_overflow():
     example = META["hash_example"]
     tokens = np.asarray([example["tokens"]], dtype=np.uint16)
     both = np.asarray(T.ngram_hashes(tokens, CFG.ngram_rows))[:, 0].tolist()
@@ -221,7 +221,7 @@ def test_hashes_whose_products_wrap_around():
 
 @pytest.mark.parametrize("batch", range(META["val"]["batches"]))
 def test_validation_rows(golden, batch):
-    """Unaligned, every token; documents apart also where a row begins inside one."""
+    """All tokens, in rows that begin within documents."""
     t, rows = META["val"]["row_tokens"], META["val"]["global_tokens"] // META["val"]["row_tokens"]
     stage = replace(CFG.stages[0], batch_tokens=rows * t, row_tokens=t, doc_cap=0)
     pieces, cursor = T.plan_rows(golden.val, batch * rows * t, stage)
@@ -246,7 +246,7 @@ def test_prefix_of_every_token():
 
 @needs_gpt2
 def test_normalised_ids():
-    """Those of pull request 375, whose sum stands in its tests."""
+    """They equal pull request 375, which has their sum in its tests."""
     table = T.normalised_ids(gpt2(), CFG.vocab)
     want = "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2"
     assert sha256(table[: CFG.real_tokens]) == want

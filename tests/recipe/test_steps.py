@@ -42,12 +42,11 @@ from test_parts import LATER, RECIPE, section
 
 import train_gpt as T
 
-# Two stages in place of three: a program less. Adam steps are 1, 3, 5 and 7, updates of tables 1, 3
-# and 7; head and embedding part after 5; step 3 changes the stage, and its updates have gradients
-# of both; all averages begin in the last steps. Four devices have two rows each, which they take
-# one by one, the logits of each in chunks, layers computed again on the way back. They share no
-# table equally: three value tables lie in one array of 309 rows, of which they make 312, which must
-# not be taken for tables of 104 rows.
+# Two stages instead of three, for fewer programs. Adam has updates after steps 1, 3, 5 and 7, tables
+# after 1, 3 and 7. Head and embedding are untied after 5. Step 3 begins a stage, so its updates have
+# gradients of both. Averages begin in the last steps. Four devices have two rows each, in two
+# micro-batches, with logits in chunks and recomputed layers. All tables need padding. The array of
+# three value tables has 309 rows, padded to 312, which is not three tables of 104 rows.
 FIRST, SECOND, _ = THREE_STAGES.stages
 CFG = replace(
     THREE_STAGES,
@@ -64,14 +63,14 @@ TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
 BANKS = {name for name, row in TABLE.items() if row.optimizer == "anvil"}
 KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
-# The encoding "bytes" has no prefixes: these words begin with others, and some are alike but for
-# case or space, so that n-grams are hashed under other ids than those of the tokens.
+# The encoding "bytes" has no prefixes. These words have prefixes, and some differ only in case or
+# space, so ids for hashes of n-grams differ from token ids.
 WORDS = [bytes([i]) for i in range(48)] + [bytes([i, 65 + i % 40]) for i in range(48)]
 
 
 def random_state(cfg, tied=False):
-    """A state in which everything has a gradient and every moment is there, as NumPy arrays. Larger
-    weights make a model whose float32 gradients are noise: 0.5 % off at 0.3 and 0.5."""
+    """Return a random state as NumPy arrays, with all moments. Larger weights make gradients less
+    accurate: they have errors of 0.5 % at 0.3 and 0.5."""
     rng = np.random.default_rng(0)
 
     def leaf(shape, dtype, row):
@@ -87,7 +86,7 @@ def random_state(cfg, tied=False):
 
 
 def model_on(cfg, params, mesh):
-    """(compute copies of such parameters and signs, whole on every device; the n-gram table)."""
+    """Return (compute copies of parameters and signs; the n-gram table) on the mesh."""
     params = lay(cfg, params, mesh)
     with quick_compilation():
         return T.start_copies(cfg, mesh)(params, np.uint32(0)), params["ngram_table"]
@@ -99,19 +98,19 @@ def hyper_on(cfg, step, mesh, **changes):
 
 
 def batch_of(cfg, step, mesh, shards, **changes):
-    """(Rows in NumPy, Batch on the mesh) of a step from the start of the shards."""
+    """Return (Rows in NumPy, Batch on the mesh) of a step from the start of the shards."""
     stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(cfg, WORDS)
     batch, _ = T.next_batch(cfg, mesh, stream, known, step, T.loader_state(cfg, mesh))
     return jax.device_get(batch.rows), batch._replace(hyper=hyper_on(cfg, step, mesh, **changes))
 
 
 def dense(request):
-    """The gradient [rows, d] of the n-gram table from the pair that a `grads` program returns."""
+    """Return the gradient [rows, d] of the n-gram table from the results of a `grads` program."""
     wanted, grads = (np.asarray(x) for x in request)
     rows = padded(TABLE["ngram_table"].shape, TABLE["ngram_table"], DEVICES)[0]
     wanted = wanted.reshape(DEVICES, DEVICES, -1)
     total, share = np.zeros((rows, grads.shape[-1]), np.float32), rows // DEVICES
-    first = share * np.arange(DEVICES)[:, None, None]  # of the owner, to whom they were sent
+    first = share * np.arange(DEVICES)[:, None, None]  # of the owner
     ids = np.where(wanted < share, wanted + first, -1).reshape(-1)
     grads = grads.reshape(-1, grads.shape[-1]).astype(np.float32)
     assert not np.any(grads[ids < 0])
@@ -120,12 +119,9 @@ def dense(request):
 
 
 @pytest.mark.slow
-def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch(shards):
-    """Against autodiff of the weighted sum of a row's losses, averaged over rows, lookups included.
-
-    Losses run over each row's candidates. The reported one is the plain mean over next tokens,
-    whatever the weights.
-    """
+def test_gradients_of_micro_batches_on_devices_equal_the_full_batch(shards):
+    """Compare with autodiff of the weighted sum of losses over the candidates of each row, averaged
+    over rows. The reported loss is the plain mean over next tokens."""
     cfg, mesh, weights = CFG, mesh_of(DEVICES), np.float32([0.7, 1.9])
     params = random_state(cfg)["params"]
     rows, batch = batch_of(cfg, 0, mesh, shards, weights=weights)
@@ -165,12 +161,12 @@ def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch
             total = dense(got[name])
         else:
             total = np.asarray(got[name])
-            if row.optimizer != "anvil":  # every device's own gradient
+            if row.optimizer != "anvil":  # a gradient per device
                 total = total.reshape(DEVICES, *row.shape).sum(0)
         assert not total[row.shape[0] :].any()
-        # With such parameters both sides are up to 8e-4 from the same in float64.
+        # With these parameters, both sides differ from float64 by up to 8e-4.
         error = np.linalg.norm(total[: row.shape[0]] - wanted[name])
-        # Sums over all tokens, which may cancel; seen: 2e-4, and 1.3e-4 with jax 0.12.
+        # Sums over all tokens may cancel (measured: 2e-4, and 1.3e-4 with jax 0.12).
         limit = 1e-3 if row.shape == (1,) else 3e-4 if name == "qkv_lambda" else 5e-5
         assert error < limit * np.linalg.norm(wanted[name]), name
 
@@ -196,7 +192,7 @@ def test_a_parameter_that_only_the_loss_reads_has_a_gradient(shards, monkeypatch
 
 
 def test_padding_is_never_read(shards):
-    """Not a number there, but finite losses and gradients, equal to those over zeros."""
+    """With NaN as padding, losses and gradients are equal to those with zeros."""
     mesh, found = mesh_of(DEVICES), []
     model = model_on(CFG, random_state(CFG)["params"], mesh)
     rows, batch = batch_of(CFG, 3, mesh, shards)
@@ -214,8 +210,8 @@ def test_padding_is_never_read(shards):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
-def test_micro_batches_have_the_most_rows_that_divide_and_fit():
-    """Five of six rows would fit into 160 tokens, but do not divide them; a row is never cut."""
+def test_rows_of_micro_batches():
+    """As many as fit and divide the rows, or one. Five rows fit into 160 tokens, but not evenly."""
     for tokens, rows, want in ((64, 8, 2), (63, 8, 1), (999, 8, 8), (160, 6, 3), (16, 8, 1)):
         batch = T.Rows(np.arange(rows * 33).reshape(rows, 33), None, None, None)
         got = T.micro_batches(small_config(micro_tokens=tokens), batch).tokens
@@ -228,13 +224,13 @@ SENDS = "all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"
 
 @functools.cache
 def of_short(name: str):
-    """A program of SHORT on two devices as jax traces it."""
+    """Return a traced program of SHORT on two devices."""
     mesh = mesh_of(2)
     return traced(by_name(T.programs(SHORT, mesh, KERNELS))[name], mesh)
 
 
 def equations(jaxpr, in_loop=False):
-    """(equation, whether a loop goes through it) of a jaxpr and all that it calls."""
+    """Yield (equation, whether it is in a loop) of a jaxpr and its inner jaxprs."""
     for eqn in jaxpr.eqns:
         yield eqn, in_loop
         loops = in_loop or eqn.primitive.name in ("scan", "while")
@@ -249,8 +245,8 @@ SMALL = len(TABLE.keys() - SHARDED)
 @pytest.mark.parametrize(
     ("name", "gathered", "scattered", "summed", "exchanged"),
     [
-        # Two banks, the MLPs' in pieces; the loss with the count of n-grams; which n-grams are
-        # wanted, their rows and the gradients of these back.
+        # Two banks, and the pieces of the MLPs' bank; the loss with the count of n-grams; requests
+        # of n-grams, their rows and their gradients.
         ("grads0", 2 + PIECES, 2 + PIECES, 1, 3),
         ("anvil", 0, 0, 0, 0),
         ("adam", 2, 2, SMALL, 0),
@@ -260,12 +256,12 @@ SMALL = len(TABLE.keys() - SHARDED)
         ("eval", 2 + PIECES, 0, 1, 2),
     ],
 )
-def test_each_parameter_crosses_once_in_bfloat16_and_sums_are_float32(
+def test_each_parameter_is_sent_once_in_bfloat16_and_sums_are_float32(
     name, gathered, scattered, summed, exchanged
 ):
-    """Banks are gathered and reduced beside the gradients. Of all others an update reduce-scatters
-    or all-reduces the gradients, and gathers what it changed. Nothing crosses in a loop: micro-
-    batches are summed, in float32, before."""
+    """Programs of gradients gather and reduce-scatter banks. For other parameters, an update reduces
+    the gradients, and gathers the changed parameters. Loops have no communication: gradients of
+    micro-batches are summed before, in float32."""
     program, sent, loops = of_short(name), Counter(), []
     for eqn, in_loop in equations(program.jaxpr.jaxpr):
         if kind := next((x for x in SENDS if eqn.primitive.name.startswith(x)), None):
@@ -283,7 +279,7 @@ def test_each_parameter_crosses_once_in_bfloat16_and_sums_are_float32(
     if name == "grads0":
         sums = max(loops, key=len)
         assert len(sums) > len(TABLE) and {*sums} == {"float32"}
-    # What comes out: masters, moments, and losses are float32, all but the n-gram table.
+    # Parameters, moments and losses are float32, except for the n-gram table.
     state, *rest = program.out_info
     if name not in ("grads0", "eval"):
         want = T.abstract_state(SHORT, mesh_of(2))
@@ -296,9 +292,9 @@ def test_each_parameter_crosses_once_in_bfloat16_and_sums_are_float32(
     assert {x.dtype.name for x in jax.tree.leaves(rest)} <= {"float32"}
 
 
-def test_large_sums_over_devices_cross_in_parts_that_sparse_cores_take():
-    """15 MB a device in three, of 32 rows; where no part has a multiple of 32 rows in one. Two
-    arrays are added and rounded first, and cross once."""
+def test_large_sums_over_devices_are_sent_in_parts_for_sparse_cores():
+    """15 MB per device are sent in three parts, or in one if parts would not be multiples of 32 rows.
+    Two arrays are added and rounded first."""
 
     def both(x):
         in_parts = T.reduce_scatter((x, 2 * x), jnp.dtype("bfloat16"))
@@ -316,7 +312,7 @@ def test_large_sums_over_devices_cross_in_parts_that_sparse_cores_take():
 
 @pytest.fixture(scope="module")
 def gradients(shards):
-    """Those of a batch."""
+    """The gradients of a batch."""
     model = model_on(CFG, random_state(CFG)["params"], mesh_of(DEVICES))
     _, batch = batch_of(CFG, 0, mesh_of(DEVICES), shards)
     return programs_of(CFG, DEVICES)["grads0"](*model, batch)[0]
@@ -324,8 +320,7 @@ def gradients(shards):
 
 @pytest.mark.parametrize("name", ["anvil", "adam", "adam_tied", "tables0-0"])
 def test_an_update_changes_its_own_parameters_in_place_and_their_copies(gradients, name):
-    """On each device, its share of what is cut and all of what is not. It consumes the old state
-    and leaves the gradients. Shapes, dtypes and shardings stay."""
+    """It consumes the old state, but not the gradients. Shapes, dtypes and shardings stay."""
     mesh, program, tied = mesh_of(DEVICES), programs_of(CFG, DEVICES)[name], name == "adam_tied"
     key = named(CFG, name)
     start, own = random_state(CFG, tied), T.updated(CFG, key.kind)
@@ -337,7 +332,7 @@ def test_an_update_changes_its_own_parameters_in_place_and_their_copies(gradient
     assert norms == {}  # log_norms is off
     assert not any(x.is_deleted() for x in jax.tree.leaves(due))
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), new) == about
-    # Tied, the embedding is a copy of the head: its old values are of no use.
+    # While tied, the embedding is a copy of the head, and its old values are unused.
     old = {k: {n: x for n, x in of.items() if not tied or n != "embed"} for k, of in state.items()}
     assert all(x.is_deleted() for x in jax.tree.leaves(old))
     size = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(old))
@@ -357,7 +352,7 @@ def test_an_update_changes_its_own_parameters_in_place_and_their_copies(gradient
 
 
 def test_an_update_rounds_its_copies_to_bfloat16():
-    """And the next one starts from the float32 masters: small changes are not lost."""
+    """The next update starts from float32 parameters, so small changes are not lost."""
     mesh, start = mesh_of(1), random_state(SHORT)
     with quick_compilation():
         program = by_name(T.programs(SHORT, mesh, KERNELS))["adam"].lower().compile()
@@ -376,7 +371,7 @@ def test_an_update_rounds_its_copies_to_bfloat16():
 
 
 def test_programs_of_the_record_on_eight_devices():
-    """One row on each, of the lengths and candidates of its stages."""
+    """Each device has one row."""
     found = by_name(T.programs(T.Config(), mesh_of(8), T.PLAIN))
     shapes = [(16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576)]
     shapes += [(40_960, 0), (16_384, 0), (262_144, 0)]
@@ -394,7 +389,7 @@ def test_programs_of_the_record_on_eight_devices():
 
 @pytest.fixture(scope="module")
 def validation(shards):
-    """A function (steps done, val_tokens) -> (the run's loss, that in float64)."""
+    """Return a function (finished steps, val_tokens) -> (validation loss, loss in float64)."""
     mesh, known, val = mesh_of(DEVICES), T.vocabulary(CFG, WORDS), T.TokenStream(shards, "val", BOS)
     params = random_state(CFG)["params"]
     tokens = val.read(0, CFG.val_tokens + 1).astype(np.int32)
@@ -422,30 +417,30 @@ def validation(shards):
 
 
 def test_validation_is_the_plain_mean_over_the_first_val_tokens(validation):
-    """Weight 1 also in the stage that predicts two tokens; rotation and scale of the last step,
-    also where the next one (step 3, from 0) has those of another stage."""
+    """Also in a stage that predicts two tokens. Rotation and scale are those of the last step, also if
+    the next step (step 3, from 0) begins a stage."""
     found = {done: validation(done, CFG.val_tokens) for done in (0, 3, 8)}
     for got, want in found.values():
         assert got == pytest.approx(want, rel=1e-6)  # float32 sums of 512 losses
     assert found[0] == found[3] and found[0][0] != pytest.approx(found[8][0], rel=3e-6)
 
 
-def test_rows_that_only_fill_up_the_last_batch_of_validation_do_not_count(validation):
-    """As those of 40 rows on 16 devices."""
+def test_padding_rows_of_the_last_validation_batch_do_not_count(validation):
+    """As with 40 rows on 16 devices."""
     got, want = validation(3, CFG.val_tokens - 3 * CFG.val_row)
     assert got == pytest.approx(want, rel=1e-6)
 
 
 def train(devices: int, folder, cfg=CFG) -> tuple[list[float], dict]:
-    """(all losses, the state at the end) of a run."""
+    """Return (all losses, the last state) of a run."""
     return run_steps(cfg, mesh_of(devices), programs_of(cfg, devices), folder, WORDS)
 
 
 def assert_same_training(got, want):
-    """Two answers of `train`, equal but for the order of float32 sums: about 1e-7 a step.
+    """Compare results of `train` up to the order of float32 sums.
 
-    Most comes from ANVIL: orthogonalization lifts small singular values, and with them their
-    rounding error, by up to a thousand. Measured: 2e-7 for losses, 5e-6 for the state.
+    Most differences are from ANVIL: orthogonalization multiplies small singular values, and their
+    rounding errors, by up to a thousand. Measured: 2e-7 for losses, 5e-6 for the state.
     """
     np.testing.assert_allclose(got[0], want[0], rtol=2e-6)
     for kind, arrays in want[1].items():
@@ -456,7 +451,7 @@ def assert_same_training(got, want):
 
 
 class Log:
-    """In place of the run's log and of what saves: keeps losses and the last state, no more."""
+    """Replaces RunLog: stores losses and the last state."""
 
     def __init__(self, clock, folder):
         self.clock, self.folder, self.losses, self.cfg = clock, folder, [], CFG
@@ -478,9 +473,9 @@ class Log:
 
 @pytest.fixture(scope="module")
 def part_one(tmp_path_factory, shards):
-    """Train with the source of Parts I to III, of five more sections and of the definitions in
-    `source`, with stand-ins for everything else that `train` uses: on one device, with plain
-    kernels, all rows at once."""
+    """Train with the source of Parts I to III, five more sections and the definitions in `source`,
+    and with stand-ins for all other names, on one device, with plain kernels, without micro-batches.
+    """
     part, folder = ModuleType("part_one"), tmp_path_factory.mktemp("logs")
     part.__file__ = T.__file__
     sys.modules["part_one"] = part
@@ -520,7 +515,7 @@ def part_one(tmp_path_factory, shards):
         "data_folder": lambda cfg, say: Path(cfg.data),
         "checked_kernels": lambda cfg, mesh, say: (part.PLAIN, "plain"),
         "compile_all": compile_all,
-        # Collectives as the recipe means them, where they are arranged for no compiler.
+        # Collectives without the order of operations for XLA.
         "gather_banks": gather_banks,
         "reduce_scatter": reduce_scatter,
         "compiler_options": lambda *_: {},
@@ -528,7 +523,7 @@ def part_one(tmp_path_factory, shards):
         "from_all": lambda numbers: [numbers],
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},
-        "ask_to_stop": lambda say: lambda step: 0,  # nobody asks
+        "ask_to_stop": lambda say: lambda step: 0,  # never
     }
     vars(part).update(stand_ins, token_bytes=lambda cfg, folder: WORDS)
     whole = {"micro_tokens": 10_000, "loss_chunk": 64, "recompute": False}
@@ -543,7 +538,7 @@ def part_one(tmp_path_factory, shards):
 
 
 def test_config_has_every_kind_of_step():
-    """So that the comparison below says something."""
+    """The comparison below then covers all of them."""
     table, known = T.schedule(CFG), T.vocabulary(CFG, WORDS)
     used = {key for keys in table.programs for key in keys}
     assert used == set(T.programs(CFG, mesh_of(1), T.PLAIN)) - {"finish", "eval"}
@@ -555,10 +550,10 @@ def test_config_has_every_kind_of_step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_training_is_the_same_on_any_number_of_devices_and_by_part_one_alone(
+def test_training_is_the_same_on_any_number_of_devices_and_with_parts_one_to_three(
     part_one, shards, devices
 ):
-    """Losses, that of the validation too, and all of the state: but for the order of sums."""
+    """Losses, validation included, and the state, up to the order of sums."""
     losses, state = train(devices, shards)
     assert len(losses) == CFG.steps + 1
     assert losses[-2] < np.log(CFG.vocab) - 0.2  # the last stage has no candidates
@@ -566,7 +561,7 @@ def test_training_is_the_same_on_any_number_of_devices_and_by_part_one_alone(
 
 
 @pytest.mark.slow
-def test_rows_of_ngrams_that_are_left_out_are_the_same_on_any_number_of_devices(shards):
+def test_ngram_dropout_is_the_same_on_any_number_of_devices(shards):
     cfg = replace(CFG, ngram_drop=0.3)
     four = train(4, shards, cfg)
     assert_same_training(four, train(1, shards, cfg))

@@ -200,8 +200,8 @@ echo it fits
 
 
 def test_the_script_for_one_gpu_starts_only_missing_runs(clone):
-    """In any shell, with valid commands. It resumes the newest interrupted run with a checkpoint, or
-    starts a new run. It deletes nothing."""
+    """In any shell, with valid commands. It resumes the newest run with a checkpoint, or starts a
+    new run. It deletes nothing."""
     (clone / "records/launch/1xgpu.sh").write_bytes(SCRIPT.read_bytes())
     python = clone / "python"
     python.write_text(PYTHON)
