@@ -13,7 +13,8 @@ LIST = "LIST_OF_TEST_FILES"  # environment variable of the second process: a pip
 
 
 def pytest_runtestloop(session):
-    """Run all tests in two processes. Return None (pytest's loop) for few files, -x, --pdb and -s."""
+    """Run all tests in two processes. Return None (pytest's loop) for few files, -x, --pdb and
+    -s."""
     files, option = {}, session.config.option
     for item in session.items:
         path = item.path.with_name(TOGETHER[0]) if item.path.name in TOGETHER else item.path
@@ -44,8 +45,8 @@ def pytest_runtestloop(session):
 
 
 def run(files: list, take: int):
-    """Run the tests of files with numbers from the descriptor `take`. pytest keeps fixtures that the
-    next test uses."""
+    """Run the tests of files with numbers from the descriptor `take`. pytest keeps fixtures that
+    the next test uses."""
     mine = chain.from_iterable(files[n[0]] for n in iter(lambda: os.read(take, 1), b""))
     for item, following in pairwise(chain(mine, [None])):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)

@@ -175,8 +175,8 @@ def kernel_calls(jaxpr):
 
 
 def unread(call) -> list[int]:
-    """Return the operands that neither a kernel nor its index maps read. In that case, libtpu 0.0.43
-    to 0.0.45 can read zeros from memory (jax issue 39744)."""
+    """Return the operands that neither a kernel nor its index maps read. In that case, libtpu
+    0.0.43 to 0.0.45 can read zeros from memory (jax issue 39744)."""
     mapping, kernel = call.params["grid_mapping"], call.params["jaxpr"]
     scalars = mapping.num_index_operands
     read = {id(x) for eqn in kernel.eqns for x in eqn.invars}

@@ -16,9 +16,9 @@ from conftest import small_config
 import train_gpt as T
 
 # 8 steps: 3 plain, 3 packed, 2 in the extension. Adam has updates after steps 1, 3, 5 and 7, tables
-# after 1, 3 and 7. Head and embedding are untied after 5. Step 3 begins a stage, so its updates have
-# gradients of two stages. Averages begin in the last steps. Tables of tokens need padding on two
-# devices, the n-gram table on four, banks on eight.
+# after 1, 3 and 7. Head and embedding are untied after 5. Step 3 begins a stage, so its updates
+# have gradients of two stages. Averages begin in the last steps. Tables of tokens need padding on
+# two devices, the n-gram table on four, banks on eight.
 SMALL = small_config()
 PAIRED, _, ADDED, SHORT, LONG = SMALL.layers
 CFG = small_config(

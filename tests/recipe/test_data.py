@@ -246,7 +246,7 @@ def test_a_resumed_run_continues_with_the_same_batches(shards, eight, step):
 
 
 def many(devices: int, processes: int):
-    """Return a stand-in for a mesh with these numbers of devices and processes."""
+    """Return the attributes of a mesh with these numbers of devices and processes."""
     each = [SimpleNamespace(process_index=i * processes // devices) for i in range(devices)]
     here = [device for device in each if device.process_index == jax.process_index()]
     return SimpleNamespace(size=devices, devices=np.array(each), local_devices=here)
@@ -310,7 +310,7 @@ def test_requests_of_ngrams_are_spread_evenly_over_owners(devices):
 
 
 def test_dropped_ngrams_use_the_row_of_no_history_and_are_counted(monkeypatch):
-    """All n-grams belong to one of eight devices."""
+    """With eight devices, the first one owns all n-grams."""
     cfg, rows = small_config(ngram_rows=2**16), 2**16
     hashed = np.random.default_rng(0).integers(0, BOS, (16, 256)).astype(np.uint16)
     wanted, places = T.request(cfg, hashed, 8, 8)

@@ -1,4 +1,4 @@
-"""Every idea of the record can be disabled; without all of them it is a plain GPT."""
+"""Ideas of the record can be disabled. Without any ideas, the model is a plain GPT."""
 
 import ast
 import copy
@@ -100,7 +100,7 @@ ONE_STAGE = replace(
 )
 
 
-# Three at a time, to save time. Other tests trace programs without each of them.
+# Three at a time, to save time. Other tests trace programs without single ideas.
 THREES = [",".join([*T.IDEAS][first::14]) for first in range(14)]
 
 

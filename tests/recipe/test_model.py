@@ -25,7 +25,7 @@ def random_params(cfg: T.Config = CFG) -> dict[str, np.ndarray]:
 
 
 def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
-    """Return tokens int32 [2, ROW] with BOS at `starts` of both rows, and nowhere else."""
+    """Return tokens int32 [2, ROW] with BOS only at `starts` of both rows."""
     tokens = np.random.default_rng(seed).integers(0, BOS, (2, ROW)).astype(np.int32)
     tokens[:, list(starts)] = BOS
     return tokens

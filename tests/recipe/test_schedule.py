@@ -13,14 +13,14 @@ RECORD = T.Config()
 
 
 def staged(steps: int, *shares: float, **changes) -> T.Config:
-    """Return a config in which each stage has another first window."""
+    """Return a config with another first window in each stage."""
     stages = tuple(T.Stage(share, 256, 32, 0, (i + 1, 32)) for i, share in enumerate(shares))
     return small_config(**{"steps": steps, "extension": 0, "stages": stages, **changes})
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)
 def test_every_gradient_of_a_preset_is_used_in_one_update(preset):
-    """An update has as many gradients as its program expects. Stages contain all tokens."""
+    """An update has the number of gradients that its program expects."""
     cfg = T.PRESETS[preset]
     table, lengths = T.schedule(cfg), np.diff(cfg.boundaries)
     assert lengths.min() > 0 and lengths.sum() == cfg.steps and len(lengths) == len(cfg.stages)

@@ -1,6 +1,5 @@
-"""The programs on the devices: what they compute, send, keep and consume; and a whole training,
-which is the same on any number of devices and for Parts I and II alone.
-"""
+"""Programs on devices: results, communication and buffers. A complete training is the same on any
+number of devices, and with only the source of Parts I to III."""
 
 import functools
 import inspect
@@ -42,11 +41,11 @@ from test_parts import LATER, RECIPE, section
 
 import train_gpt as T
 
-# Two stages instead of three, for fewer programs. Adam has updates after steps 1, 3, 5 and 7, tables
-# after 1, 3 and 7. Head and embedding are untied after 5. Step 3 begins a stage, so its updates have
-# gradients of both. Averages begin in the last steps. Four devices have two rows each, in two
-# micro-batches, with logits in chunks and recomputed layers. All tables need padding. The array of
-# three value tables has 309 rows, padded to 312, which is not three tables of 104 rows.
+# Two stages instead of three, for fewer programs. Adam has updates after steps 1, 3, 5 and 7,
+# tables after 1, 3 and 7. Head and embedding are untied after 5. Step 3 begins a stage, so its
+# updates have gradients of both. Averages begin in the last steps. Four devices have two rows each,
+# in two micro-batches, with logits in chunks and recomputed layers. All tables need padding. The
+# array of three value tables has 309 rows, padded to 312, which is not three tables of 104 rows.
 FIRST, SECOND, _ = THREE_STAGES.stages
 CFG = replace(
     THREE_STAGES,
@@ -211,7 +210,7 @@ def test_padding_is_never_read(shards):
 
 
 def test_rows_of_micro_batches():
-    """As many as fit and divide the rows, or one. Five rows fit into 160 tokens, but not evenly."""
+    """The largest number that fits and divides the rows, but at least one."""
     for tokens, rows, want in ((64, 8, 2), (63, 8, 1), (999, 8, 8), (160, 6, 3), (16, 8, 1)):
         batch = T.Rows(np.arange(rows * 33).reshape(rows, 33), None, None, None)
         got = T.micro_batches(small_config(micro_tokens=tokens), batch).tokens
@@ -259,9 +258,9 @@ SMALL = len(TABLE.keys() - SHARDED)
 def test_each_parameter_is_sent_once_in_bfloat16_and_sums_are_float32(
     name, gathered, scattered, summed, exchanged
 ):
-    """Programs of gradients gather and reduce-scatter banks. For other parameters, an update reduces
-    the gradients, and gathers the changed parameters. Loops have no communication: gradients of
-    micro-batches are summed before, in float32."""
+    """Programs of gradients gather and reduce-scatter banks. For other parameters, an update
+    reduces the gradients, and gathers the changed parameters. Loops have no communication:
+    gradients of micro-batches are summed before, in float32."""
     program, sent, loops = of_short(name), Counter(), []
     for eqn, in_loop in equations(program.jaxpr.jaxpr):
         if kind := next((x for x in SENDS if eqn.primitive.name.startswith(x)), None):
@@ -293,8 +292,8 @@ def test_each_parameter_is_sent_once_in_bfloat16_and_sums_are_float32(
 
 
 def test_large_sums_over_devices_are_sent_in_parts_for_sparse_cores():
-    """15 MB per device are sent in three parts, or in one if parts would not be multiples of 32 rows.
-    Two arrays are added and rounded first."""
+    """15 MB per device are sent in three parts, or in one if parts would not be multiples of 32
+    rows. Two arrays are added and rounded first."""
 
     def both(x):
         in_parts = T.reduce_scatter((x, 2 * x), jnp.dtype("bfloat16"))
@@ -417,7 +416,7 @@ def validation(shards):
 
 
 def test_validation_is_the_plain_mean_over_the_first_val_tokens(validation):
-    """Also in a stage that predicts two tokens. Rotation and scale are those of the last step, also if
+    """Also in a stage that predicts two tokens. Rotation and scale belong to the last step, also if
     the next step (step 3, from 0) begins a stage."""
     found = {done: validation(done, CFG.val_tokens) for done in (0, 3, 8)}
     for got, want in found.values():
@@ -474,8 +473,8 @@ class Log:
 @pytest.fixture(scope="module")
 def part_one(tmp_path_factory, shards):
     """Train with the source of Parts I to III, five more sections and the definitions in `source`,
-    and with stand-ins for all other names, on one device, with plain kernels, without micro-batches.
-    """
+    and with replacements of all other names. It uses one device, plain kernels and no
+    micro-batches."""
     part, folder = ModuleType("part_one"), tmp_path_factory.mktemp("logs")
     part.__file__ = T.__file__
     sys.modules["part_one"] = part
@@ -538,7 +537,7 @@ def part_one(tmp_path_factory, shards):
 
 
 def test_config_has_every_kind_of_step():
-    """The comparison below then covers all of them."""
+    """The comparison below then covers all kinds."""
     table, known = T.schedule(CFG), T.vocabulary(CFG, WORDS)
     used = {key for keys in table.programs for key in keys}
     assert used == set(T.programs(CFG, mesh_of(1), T.PLAIN)) - {"finish", "eval"}

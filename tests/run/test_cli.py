@@ -14,7 +14,7 @@ from conftest import ROOT, write_shard
 import train_gpt as T
 
 TINY = T.PRESETS["tiny"]
-# One step per stage, with a row for each of 8 devices: it needs little data.
+# One step per stage, with one row per device (8), needs little data.
 STEPS = len(TINY.stages)
 SMALL = [
     "tiny",
@@ -31,7 +31,7 @@ TRAIN, VAL = "cli_train_000001.bin", "cli_val_000001.bin"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Write as many tokens as SMALL needs."""
+    """A folder with exactly the tokens that SMALL needs."""
     folder = tmp_path_factory.mktemp("data")
     tokens = np.resize([TINY.bos, *range(96)], TOKENS)
     write_shard(folder / TRAIN, tokens)

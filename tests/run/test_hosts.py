@@ -71,8 +71,8 @@ def test_incomplete_or_contradicting_options_are_refused(joined, options):
 
 @pytest.mark.parametrize("variable", [*T.LAUNCHERS, *T.TPU_HOSTS])
 def test_processes_of_a_launcher_are_refused_without_either_option(joined, monkeypatch, variable):
-    """Each process would train a whole run. The message names both options, and the command that
-    runs one process alone."""
+    """Each process would train a whole run. The message names both options, and the command for
+    a single process."""
     one, two = ("1", "2") if variable in T.LAUNCHERS else ("localhost", "host-0,host-1")
     for value in ("", one):
         monkeypatch.setenv(variable, value)
@@ -96,7 +96,7 @@ def test_processes_of_a_launcher_are_refused_without_either_option(joined, monke
     [
         ("2", "2", ["--distributed"], []),  # [] is all GPUs; with None JAX uses one
         ("16", "2", ["--distributed"], None),
-        ("1", "1", named("node1:1", 2, 1), []),  # each process in a shell of its own
+        ("1", "1", named("node1:1", 2, 1), []),  # each process in its own shell
     ],
 )
 def test_the_only_slurm_task_of_a_node_uses_all_its_gpus(

@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def settings_on(kind: str, devices: int = 1, cfg=RECORD, **options) -> list[str] | None:
-    """Return the settings with which a run fits on devices of a "KIND:GIB"."""
+    """Return the settings that settings_that_fit finds for devices of a "KIND:GIB"."""
     mesh = FakeMesh(fake_devices(*[kind] * devices, **options))
     return fit.settings_that_fit(cfg, mesh, T.memory_limit(mesh))
 

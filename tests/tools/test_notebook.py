@@ -62,7 +62,7 @@ def test_form():
 
 @pytest.mark.parametrize("chip", ["1 x TPU v6 lite", "8 x TPU v5 lite", "1 x TPU v9"])
 def test_commands_are_accepted(clone, monkeypatch, capsys, chip):
-    """The tools parse them, and do nothing else."""
+    """The tools only parse them."""
     calls = []
     names = {}
     for cell in ("parameters", "clone", "tools"):
