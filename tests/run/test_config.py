@@ -118,7 +118,6 @@ BAD_SETTINGS = {
     "layers.5.mlps=1": "unknown key 'layers.5.mlps'; similar: layers.N.mlps",
     "stages.3.windows.0=1": "unknown key 'stages.3.windows.0'",
     "stages.0.rows=5": "unknown key 'stages.0.rows'",
-    "without=rails,mud": "without=rails,mud: it must be all, or a list of ",
     "vocab=2.5": "vocab=2.5 is not valid: it must be int",
     "lr_adam=nan": "lr_adam='nan' is not valid: it must be float",
     "momentum=0.9": "momentum=0.9 is not valid: it must be tuple[float, float], see --show",

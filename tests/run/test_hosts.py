@@ -61,6 +61,7 @@ def test_distributed_leaves_the_search_to_jax_and_coordinator_names_the_others(j
     named("node1:1", 2, 1)[:2],
     ["--processes", "2"],
     ["--process-id", "0"],
+    ["--distributed", "--process-id", "0"],
     ["--distributed", *named("node1:1", 2, 1)],
 ])  # fmt: skip
 def test_incomplete_or_contradicting_options_are_refused(joined, options):

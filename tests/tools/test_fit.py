@@ -132,6 +132,16 @@ def test_settings_in_the_readme_are_those_that_fit(name, settings, size, gib):
 # ---- Commands ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind, row", [
+    ("8 x TPU v6 lite", "TPU v6e-8"), ("8 x NVIDIA H100", "8xH100"), ("1 x NVIDIA H200", "one H200")
+])  # fmt: skip
+def test_training_times_are_those_of_the_readme(kind, row):
+    number, unit, how = re.match(r"(\d+) (\w+), (\w+)", fit.TIMES[kind]).groups()
+    line = re.search(rf"^\| {row} \| \|.*$", README, re.M)[0]
+    assert how in line and re.search(rf" {number}(\.\d)? {unit} ", line)
+    assert len(fit.TIMES) == 3
+
+
 @pytest.fixture
 def command(capsys):
     """Return a function: words of the command line -> (status, output, errors)."""
