@@ -99,7 +99,8 @@ def test_shared_keys_and_values_equal_a_copy_for_each_head(kv):
     layers = tuple(replace(layer, attends=layer.attends or "short") for layer in CFG.layers)
     full = replace(CFG, layers=layers, heads=8, width=128)
     few = T.validate(replace(full, kv_heads=kv))
-    params = random_params(few)
+    # With twice the weights, attention is so sharp that rounding errors grow to 4e-3 on some CPUs.
+    params = {name: 0.5 * x for name, x in random_params(few).items()}
     attentions, h = len(layers), full.head_width
     qk = params["qk_bank"].reshape(attentions, 8 + kv, h, 128)
     q, k = np.split(qk, [8], axis=1)
@@ -120,7 +121,7 @@ def test_shared_keys_and_values_equal_a_copy_for_each_head(kv):
 
     got = quick(functools.partial(run, few), params)
     want = quick(functools.partial(run, full), copied)
-    np.testing.assert_allclose(got, want, atol=3e-4)
+    np.testing.assert_allclose(got, want, atol=1e-4)  # measured: 7e-6
 
 
 def test_shared_keys_have_no_attention_kernel():
