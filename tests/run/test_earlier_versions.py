@@ -1,6 +1,6 @@
-"""A run that commit 351390b wrote is still read by everything that reads runs.
+"""Runs of earlier versions can still be read.
 
-tests/golden/run_351390b.tar.xz has it: `tiny` with a width of 16, on a small text, in 8 steps.
+tests/golden/run_351390b.tar.xz has a run of commit 351390b: `tiny` with width 16, in 8 steps.
 """
 
 import json
@@ -29,7 +29,7 @@ def run(tmp_path_factory) -> T.Path:
 
 
 def test_a_new_run_starts_with_its_parameters(run, monkeypatch):
-    """The config stays, except for the place of the data."""
+    """Only the folder of the data changes in its config."""
     found = []
     monkeypatch.setattr(T, "train", lambda cfg, *_: found.append(cfg))
     assert T.main(["--start", str(run), "--set", "steps=4"]) == 0
@@ -41,7 +41,7 @@ def test_a_new_run_starts_with_its_parameters(run, monkeypatch):
     assert {name: x.shape for name, x in params.items()} == T.shapes_of(cfg)
 
 
-def test_it_is_not_resumed_with_the_exact_reason(run, capsys):
+def test_it_is_not_resumed(run, capsys):
     assert T.main(["--resume", str(run)]) == 2
     line = capsys.readouterr().err
     assert f"train_gpt.py has changed since {run} was started: restore it (" in line
@@ -54,7 +54,7 @@ def test_its_model_continues_a_text(run, capsys):
     assert capsys.readouterr().out.startswith("The ")
 
 
-def test_its_log_is_that_of_a_valid_run(run):
+def test_its_log_is_valid(run):
     facts = json.loads((run / "run.json").read_text())
     read = checks.read_run(run)
     assert read.loss == facts["val_loss"] == pytest.approx(5.2536, abs=1e-4)
