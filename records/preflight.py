@@ -722,7 +722,7 @@ def describe(report: dict) -> str:
     run = report["predicted"]
     if run:
         form = "{:.1f} s = predicted {:.1f} + links {:.1f} + moves {:.1f}; band {:.1f} to {:.1f} s"
-        text = [f"The full run on {where}: {form.format(*[*run.values()][:6])}"]
+        text = [f"The full run on {where}", form.format(*[*run.values()][:6])]
         functions = [f"{x} {seconds:.2f}" for x, seconds in run["components"].most_common(12)]
         text.append(textwrap.fill(f"seconds by function: {', '.join(functions)}", 100))
     form = "{:17}{:>7}{:>11}{:>9}{:>14}{:>9}{:>9}".format
