@@ -6,18 +6,18 @@
 
 Prints milliseconds per step with its share of all updates (median, minimum and maximum of five
 measurements on the first tokens of the data), tokens/s, share of the peak FLOP/s in bfloat16, and
-memory of the gradients. Then it times each program alone.
+memory of the gradients. Then it times each program separately.
 
 --kernels times the gradients of one stage (the first is 0) without kernels, with all kernels,
 without each kernel, and on NVIDIA GPUs with other attention tiles. "off" is the relative error
-against float32 of the large parameter with the largest error. The exit status is 1 if it is more
-than twice as large as without kernels.
+against float32 of the large parameter with the largest error. The exit status is 1 if the error is
+more than twice the error without kernels.
 
 --parts N times one of N devices, without their network: each device has 1/N of every batch and of
 the n-gram table (65 GB in total). --dump DIR writes the figures to bench.json. --profile DIR writes
 traces of some steps to DIR/PROGRAM, for xprof or Perfetto, and their time by line of train_gpt.py
-to DIR/lines.json (see lines.py). --beside compares predictions by preflight.py with times in
-bench.json, and fits the yardstick to them (records/NOTES.md).
+to DIR/lines.json (see lines.py). The third form compares predictions by preflight.py with times in
+bench.json, and fits the yardstick to the times (records/NOTES.md).
 
 With nvidia-smi, each time is followed by the clock and power of the GPU, and by the reason for a
 low clock: the same program took 51 or 56 ms at two clocks.
@@ -157,7 +157,7 @@ def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> 
     return batches
 
 
-# ---- Steps of each stage, and programs alone -----------------------------------------------------
+# ---- Steps of each stage, and single programs ----------------------------------------------------
 
 
 class Trainer:
@@ -231,7 +231,7 @@ def usual_updates(cfg: T.Config, key: T.Gradients) -> list[T.Update]:
 
 
 def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dict:
-    """Time the steps of each stage ("rows") and each program alone ("programs"). `tokens` is
+    """Time the steps of each stage ("rows") and each program ("programs"). `tokens` is
     (TokenStream, bytes of its tokens). With `traces`, write a profile of each stage there."""
     steps = {}  # program with gradients -> its steps in the run
     for number, (key, *_) in enumerate(T.schedule(cfg).programs):
@@ -306,7 +306,7 @@ def distance(got: list, expected: list) -> float:
 
 
 def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> dict:
-    """Time the first gradients of a stage with each of the `variants`, and compare the results."""
+    """Time the first gradients of a stage with all `variants`, and compare the results."""
     keys = [key for key, *_ in T.schedule(cfg).programs if key.stage == stage]
     T.need(keys, f"--kernels {stage}: the stages are 0 to {len(cfg.stages) - 1}")
     batches = step_batches(cfg, mesh, cfg.boundaries[stage], *tokens)
@@ -347,7 +347,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
     return {"rows": rows}
 
 
-# ---- Predictions beside measured times ---------------------------------------------------------
+# ---- Predicted and measured times -------------------------------------------------------------
 
 
 def fit(rows: list[dict], yardstick: dict) -> str:

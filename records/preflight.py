@@ -53,7 +53,7 @@ PEAK_FLOPS = SHEETS["peak_flops"]  # part of a device kind -> dense bfloat16 FLO
 NO_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 NO_HOST |= {"TPU_ACCELERATOR_TYPE": "v6e-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 NO_HOST |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-# libtpu writes its final schedules to a folder. Those of all passes would take gigabytes.
+# libtpu writes its final schedules to a folder; the schedules of all passes would take gigabytes.
 SCHEDULES = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true "
 SCHEDULES += "--xla_jf_dump_llo_pass_label_regex=^final_bundles$"
 RING = 16  # an axis of a v6e with this many chips is a ring (only in a v6e-256)
@@ -89,8 +89,8 @@ class Yardstick(NamedTuple):
 LOW = Yardstick(1.0, 1.0, 1.0, 0.82, 0.87)
 MIDDLE = Yardstick(1.3, 1.3, 1.05, 1.0, 1.0)
 HIGH = Yardstick(1.6, 1.8, 1.15, 1.28, 1.55)
-# Fitted to commit 21b3d1f on an H200: shares of the data sheet for attention (if it skipped no
-# document), other matmuls and memory.
+# Shares of the data sheet that commit 21b3d1f reached on an H200 with attention (if it skipped no
+# document), with other matmuls, and with memory.
 ON_GPU = Yardstick(kernel=1 / 0.5, rows=0.0, code=1 / 0.85, memory=1 / 0.7, link=0.0)
 # A GPU's band is the middle divided and multiplied by a factor. Programs were within 1.25 on the
 # GPUs that were timed; 1.5 for other GPUs is a guess. The README uses the first factor for times
@@ -214,8 +214,8 @@ class Instruction:
     rest: str  # operands, then attributes
     root: bool
     fused: bool  # whether it is part of a fusion
-    scope: dict  # name -> Instruction, of its own computation
-    inner: dict | None  # name -> Instruction, of the computation that it calls
+    scope: dict  # computation that contains it: name -> Instruction
+    inner: dict | None  # computation that it calls: name -> Instruction
     times: int = 1
 
     @property
@@ -385,7 +385,7 @@ def reads(one: Instruction, needed: int) -> list[int]:
 
 
 def fused_reads(inner: dict[str, Instruction], needed: int) -> Counter:
-    """Return number of a fusion's parameter -> how many of its numbers are read."""
+    """Return index of a fusion's parameter -> how many numbers of the parameter are read."""
     need, found = Counter(), Counter()
     for one in reversed(inner.values()):
         count = min(needed if one.root else need[one], numbers(one))
@@ -410,7 +410,7 @@ def writes(one: Instruction) -> list[int]:
 
 def memory_bytes(one: Instruction) -> int:
     """Return the bytes of memory that one execution reads and writes; 0 for collectives and for
-    copies to or from the chip, which run beside other work."""
+    copies to or from the chip, which run at the same time as other work."""
     if one.op in FREE or one.op.endswith(("-start", "-done")) or one.transfer:
         return 0
     if one.op == "custom-call" and any(f'"{target}"' in one.rest for target in NO_WORK):
@@ -448,9 +448,9 @@ def sent_bytes(one: Instruction, devices: int) -> tuple[int, int]:
 
 
 def links_alone(instructions, work, cross) -> float:
-    """Simulate the schedule; return the time in which only collectives run. work(one) and
-    cross(one) are the times of one execution on the chip and in the links, which carry one
-    collective after another. A loop is simulated once, with all its times multiplied."""
+    """Simulate the schedule; return the time in which only collectives run. An execution takes
+    work(one) on the chip and cross(one) in the links, which carry one collective at a time. A loop
+    is simulated once, with all its times multiplied."""
     ends = {}  # name of the start of a collective -> when it ends
     now = links_free = worked = total = 0.0
     for one in instructions:
@@ -541,9 +541,8 @@ def function_of(name: str) -> str:
 
 
 def places(text: str) -> dict[str, tuple[str, int]]:
-    """Return stack_frame_id -> (innermost function of train_gpt.py, line) of an HLO module, without
-    WRAPPERS; ("other", 0) if there is none. A frame has the number of its parent plus 1; the
-    outermost frame has its own."""
+    """Return stack_frame_id -> (innermost function of train_gpt.py except WRAPPERS, line), or
+    ("other", 0). The file has the parent's number plus 1; an outermost frame names itself."""
 
     def rows(section, pattern):
         found = re.findall(rf"^{section}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
@@ -562,8 +561,8 @@ def places(text: str) -> dict[str, tuple[str, int]]:
 
 
 def place_of(one: Instruction, innermost: dict) -> tuple[str, int]:
-    """Return an instruction's place of `places`: that of a matmul in it, else its own, else that of
-    the last instruction in it; ("other", 0) for copies by the compiler."""
+    """Return the place (see `places`) of a matmul in an instruction, otherwise of the instruction,
+    otherwise of the last instruction in it; ("other", 0) for copies by the compiler."""
     matmuls = [x for x in one.contents if x.op in ("dot", "convolution")]
     for x in (*matmuls, one, *reversed(one.contents)):
         frame = re.search(r"stack_frame_id=(\d+)", x.rest)
@@ -630,10 +629,9 @@ FIGURES = *SECONDS.values(), "functions_ms", "bound_ms"
 
 
 def count(text: str, schedules: Path, devices: list, attention=0.0) -> dict:
-    """Return the FIGURES of one execution of an optimized program on one of `devices`; None where
-    unknown. `text` is its HLO, `schedules` the folder with libtpu's schedules, `attention` the
-    FLOPs of a GPU's attention. "bound_ms" maps each field of the Yardstick to the time that it
-    determines."""
+    """Return the FIGURES per execution of an optimized program (HLO text) on `devices`, or None for
+    unknown figures. `schedules` is the folder of libtpu's schedules, `attention` the FLOPs of a
+    GPU's attention. "bound_ms" maps each field of the Yardstick to the time that it determines."""
     known = HARDWARE[devices[0].device_kind]
     computations, entry = hlo_computations(text)
     every = itertools.chain(*(scope.values() for scope in computations.values()))
@@ -689,27 +687,23 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
     text = compiled.as_text()
     if dump:
         (dump / f"{key}.hlo").write_text(text)
-    memory = compiled.memory_analysis()
-    row = {
-        "name": str(key),
-        "steps": runs[key],  # executions in training: none of eval
-        "resident_bytes": T.resident_bytes(cfg, mesh, key),
-        "bytes": {"peak": memory.peak_memory_in_bytes, "temporary": memory.temp_size_in_bytes},
-    }
+    row = {"name": str(key), "resident_bytes": T.resident_bytes(cfg, mesh, key)}
+    row["steps"] = runs[key]  # executions in training, 0 for eval
+    row["bytes"] = {"peak": compiled.memory_analysis().peak_memory_in_bytes}
     return row | count(text, schedules, [*mesh.devices.flat], attention_flops(cfg, key))
 
 
 def whole_run(rows: list[dict]) -> dict | None:
-    """Return the seconds of training: the sum, its parts, its band and its share per function; None
-    if those of a program are unknown."""
-    if not all(row["functions_ms"] for row in rows):
-        return None
+    """Return the seconds of training: the sum, the parts, the band, and the seconds per function;
+    None if they are unknown for a program."""
     seconds, parts = Counter(), Counter()
     for row in rows:
+        if row["functions_ms"] is None:
+            return None
         runs = row["steps"] / 1e3
         for name, key in SECONDS.items():
             seconds[name] += runs * row[key]
-        for part, ms in row["functions_ms"].items():
+        for part, ms in row["functions_ms"].items() if runs else ():
             parts[part] += runs * ms
     in_all = sum(seconds[name] for name in [*SECONDS][:3])
     return {"sum_seconds": in_all, **seconds, "components": parts}

@@ -50,7 +50,7 @@ def built():
 
 @pytest.mark.slow
 def test_steps_run_in_the_order_of_training(main, built, monkeypatch):
-    """The loss falls. After the steps, each program is timed alone."""
+    """The loss falls. After the steps, each program is timed separately."""
     calls = []
 
     def key(program):
@@ -303,7 +303,7 @@ def test_one_chip_of_eight_compares_gradients_without_links():
 
 
 def test_too_few_programs_fit_no_yardstick():
-    """With as many programs as numbers, any times would fit. A GPU has two numbers."""
+    """Three numbers would fit any times of three programs. A GPU has two numbers."""
     predicted, measured = files()
     measured["programs"] = measured["programs"][:3]
     assert "3 programs are too few to fit kernel, rows, code." in bench.beside(predicted, measured)
