@@ -267,7 +267,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         lines = keep_lines(Path(traces), traced, trainer.compiled, mesh)
         for trace in traced:
             T.tell(describe(trace, lines))
-    T.tell("each program alone:")
+    T.tell("each program separately:")
     batches = {key: itertools.cycle(each) for key, each in batches.items()}
     programs = []
     for key, runs in Counter(itertools.chain(*T.schedule(cfg).programs)).items():
