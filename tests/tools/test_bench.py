@@ -208,7 +208,7 @@ def test_measurements_are_long_enough_and_whole_periods(monkeypatch):
     ("argv", "words"),
     [
         (["--parts", "3"], "--parts 3: use a divisor of 8, the rows of stages.0"),
-        (["--parts", "-1"], "--parts -1: must not be negative"),
+        (["--parts", "-1"], "--parts -1: use a divisor of 8"),
         (["--kernels", "3"], "--kernels 3: the stages are 0 to 2"),
         (["--data", "nothing"], "there is no nothing"),
         (["--dump", "/dev/null/x"], "/dev/null/x"),
@@ -322,7 +322,7 @@ def test_too_few_programs_fit_no_yardstick():
         ((1, "devices", "kind"), "TPU v5 lite", "for 8 x TPU v5 lite, predicted for 8 x TPU v6"),
         ((1, "parts"), 4, "measured for 4 x TPU v6 lite, predicted for 8 x TPU v6 lite"),
         ((1, "programs"), None, "made without --kernels"),
-        ((0, "rates"), "", "preflight.json has no times for TPU v6 lite"),
+        ((0, "variants", 0, "bound_ms"), None, "preflight.json has no times for TPU v6 lite"),
         ((0, "variants"), [{"name": "eval", "bound_ms": {"code": 1.0}}], "no program in common"),
     ],
 )
