@@ -512,32 +512,27 @@ def read_schedules(instructions, folder: Path) -> dict[str, int] | None:
     None if a kernel has no schedule. The compiler writes one schedule for equal instructions."""
     every = {one.name: one for one in instructions}
     found = {}
-    twins = Counter()  # key of twin_keys -> the most bundles
+    twins = Counter()  # twin_key -> the most bundles
     for path in sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns):
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
         if one := name and every.get(name[1]):
             found[one.name] = read_schedule(path.read_text(errors="replace"), fetched_rows(one))
-            twins |= dict.fromkeys(twin_keys(one), found[one.name])
+            twins[twin_key(one)] = max(found[one.name], twins[twin_key(one)])
         path.unlink()
     for name in every.keys() - found.keys():
-        known = [twins[key] for key in twin_keys(every[name]) if key in twins]
-        if known:
-            found[name] = known[0]
+        key = twin_key(every[name])
+        if key in twins:
+            found[name] = twins[key]
         elif every[name].kernel:
             return None
     return found
 
 
-def twin_keys(one: Instruction) -> list[tuple]:
-    """Return keys that are equal for instructions with equal code, the most reliable first."""
+def twin_key(one: Instruction) -> tuple:
+    """Return a key that is equal for instructions with equal code."""
     if one.kernel:
-        return [(*re.findall(r'"body":"(.*?)"', one.rest),), (function_of(one.name),)]
-    return [(one.op, one.shape, one.cycles, *((x.op, x.shape) for x in one.contents))]
-
-
-def function_of(name: str) -> str:
-    """Return a kernel's name without the numbers of its calls."""
-    return re.sub(r"(\.\d+)+$", "", name)
+        return tuple(re.findall(r'"body":"(.*?)"', one.rest))
+    return one.op, one.shape, one.cycles, *((x.op, x.shape) for x in one.contents)
 
 
 def places(text: str) -> dict[str, tuple[str, int]]:
@@ -576,7 +571,7 @@ def part_of(one: Instruction, innermost: dict) -> str:
     if one.transfer:
         return "collectives"
     if one.kernel:
-        return function_of(one.name)
+        return re.sub(r"(\.\d+)+$", "", one.name)  # without the number of the call
     return place_of(one, innermost)[0]
 
 

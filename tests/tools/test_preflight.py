@@ -200,7 +200,7 @@ def test_rows_and_table_of_a_gather():
     on_chip = HLO.replace("f32[100,128]{1,0}", "f32[100,128]{1,0:S(1)}")
     one, other = (next(x for x in run(text) if x.name == "rows") for text in (HLO, on_chip))
     assert preflight.fetched_rows(one) == 8 and preflight.fetched_rows(run(HLO)[-1]) == 0
-    assert preflight.twin_keys(one) != preflight.twin_keys(other), "different code"
+    assert preflight.twin_key(one) != preflight.twin_key(other), "different code"
 
 
 # A program with a placeholder for one instruction, and fused computations as on TPUs.
