@@ -181,7 +181,7 @@ def absent_devices(target: str) -> list:
         return topologies.get_topology_desc(**options).devices
     except Exception as error:  # the compilers raise many types
         hint = f"install the compiler (pip install {packages}), or {targets}"
-        raise T.UserError(f"no description of {target} ({error!r:.200}): {hint}") from None
+        raise T.UserError(f"cannot compile for {target} ({error!r:.200}): {hint}") from None
 
 
 def network(devices) -> tuple[int, float]:
@@ -715,10 +715,8 @@ def describe(report: dict) -> str:
         functions = [f"{x} {seconds:.2f}" for x, seconds in run["components"].most_common(12)]
         text.append(textwrap.fill(f"seconds by function: {', '.join(functions)}", 100))
     form = "{:17}{:>7}{:>11}{:>9}{:>14}{:>9}{:>9}".format
-    text += [
-        "",
-        form("program", "times", "peak, GiB", "+ state", "predicted, ms", "links", "moves"),
-    ]
+    text.append("")
+    text.append(form("program", "times", "peak GiB", "+ state", "predicted ms", "links", "moves"))
     for row in report["variants"]:
         sizes = row["bytes"]["peak"] / 2**30, row["resident_bytes"] / 2**30
         figures = *sizes, *(row[name] for name in FIGURES[:3])
@@ -784,9 +782,10 @@ def run(argv: list[str] | None) -> int:
             needs = row["bytes"]["peak"] + row["resident_bytes"]
             refusals.append(T.too_large(cfg, mesh, name, needs, limit))
     command = shlex.join(["python", *sys.argv] if argv is None else argv)
-    known = HARDWARE[devices[0].device_kind]
+    kind = devices[0].device_kind
+    known = HARDWARE[kind]
     report = T.run_facts(asked, mesh, command, {"kernels": reason})
-    report |= {"target": args.target, "device_kind": devices[0].device_kind, "devices": mesh.size}
+    report |= {"target": args.target, "device_kind": kind, "devices": mesh.size}
     report |= {"rates": known.rates, "yardstick": known.yardsticks[1]._asdict(), "variants": rows}
     report |= {"total_steps": cfg.steps, "total_tokens": cfg.tokens_after(cfg.steps)}
     report["predicted"] = None if args.program else whole_run(rows)

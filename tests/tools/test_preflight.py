@@ -608,7 +608,7 @@ def no_compiler(**options):
         (["v4-1"], "unknown hardware v4-1: use "),
         (["h100x0"], "unknown hardware h100x0: use "),
         (["a100x1"], "unknown hardware a100x1: use "),
-        (["v5e-8"], 'no description of v5e-8 (no compiler): install the compiler (pip install "'),
+        (["v5e-8"], 'cannot compile for v5e-8 (no compiler): install the compiler (pip install "'),
         (["a100-40x1"], "(no compiler): install the compiler (pip install jax-cuda13-plugin=="),
     ],
 )
