@@ -1,10 +1,12 @@
-"""The benchmark: in which order it runs programs, what it counts, what it refuses."""
+"""records/bench.py: the order of programs, the figures, and invalid arguments."""
 
+import functools
 import json
 import math
 import os
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,22 +16,22 @@ import jax
 import numpy as np
 import preflight
 import pytest
-from programs import CFG, by_name, mesh_of, quick_compilation
+from programs import CFG, by_name, mesh_of, named, quick_compilation
 from training import BRIEF
 
 import train_gpt as T
 
-# One stage, whose tables are updated as those of CFG.
+# One stage, with the table updates of CFG.
 ONE = replace(BRIEF, steps=8, table_every=CFG.table_every, devices=1)
 
 
 @pytest.fixture
 def main(tmp_path, shards, monkeypatch, capsys):
-    """bench.main with CFG as preset: (status, stdout, stderr)."""
+    """Run bench.main with the presets small and one; return (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     presets = {"small": replace(CFG, data=str(shards)), "one": replace(ONE, data=str(shards))}
     monkeypatch.setattr(T, "PRESETS", T.PRESETS | presets)
-    monkeypatch.setattr(bench, "SECONDS", 0.0)  # a chunk is one period
+    monkeypatch.setattr(bench, "SECONDS", 0.0)  # measurements have one period
 
     def run(*argv):
         status = bench.main([*map(str, argv)])
@@ -40,15 +42,15 @@ def main(tmp_path, shards, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def built():
-    """{name: (program, executable)} of the steps of ONE."""
+    """Return name -> (program, executable) for ONE."""
     every = by_name(T.programs(ONE, mesh_of(1), T.PLAIN))
     with quick_compilation():
         return {x: (every[x], every[x].lower().compile()) for x in every}
 
 
 @pytest.mark.slow
-def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
-    """And they train. Then each program has its turn, alone."""
+def test_steps_run_in_the_order_of_training(main, built, monkeypatch):
+    """The loss falls. After the steps, each program is timed separately."""
     calls = []
 
     def key(program):
@@ -73,16 +75,15 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
     assert (status, err) == (0, "")
     assert list(Path("traces/grads0").rglob("*.xplane.pb"))
     lines = json.loads(Path("traces/lines.json").read_text())
-    assert {row["program"] for row in lines} == {"grads0", "anvil", "adam_tied", "tables0-0-0-0"}
-    assert {"matmuls", "attention", "loss", "rest"} <= {row["kind"] for row in lines}
-    assert "grads0, ms a step           matmuls  attention       loss      links       rest" in out
+    assert {row["program"] for row in lines} == {"grads0", "anvil", "adam_tied", "tables0-0"}
+    assert "grads0, ms per step by program and by line:" in out
     assert "brief on 1 x cpu, each with 1/1 of every batch" in out
-    period = [*["grads0", "anvil", "grads0", "anvil", "adam_tied"] * 2, "tables0-0-0-0"]
+    period = ["grads0", "anvil", "grads0", "anvil", "adam_tied", "tables0-0"]
     steps, alone = calls[: 9 * len(period)], calls[9 * len(period) :]
-    assert steps == period * 9, "two to get warm, one for their time, five that count, a trace"
+    assert steps == period * 9, "two for warm-up, one for the length, five measurements, a trace"
     summed = {"grads0": 0, "anvil": 1, "adam_tied": 2, "tables0-0": 2, "tables0-0-0-0": 4}
     expected = [[*count * ["grads0"], *8 * [name]] for name, count in summed.items()]
-    assert alone == [name for each in expected for name in each], "of gradients that it sums"
+    assert alone == [name for each in expected for name in each], "with the gradients that it sums"
     report = json.loads(Path("dump/bench.json").read_text())
     alone = {row["name"]: row for row in report["programs"]}
     runs = {"grads0": 8, "adam_tied": 4, "anvil": 8, "tables0-0": 2, "tables0-0-0-0": 1}
@@ -92,7 +93,7 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
     assert (row["name"], row["stage"], row["steps"]) == ("grads0", 0, 8)
     assert row["ms_min"] <= row["ms"] <= row["ms_max"]
     assert row["tokens_per_second"] * row["ms"] == pytest.approx(1e3 * 256)
-    assert 0.1 < row["loss"] < math.log(CFG.real_tokens) - 0.05, "four batches, again and again"
+    assert 0.1 < row["loss"] < math.log(CFG.real_tokens) - 0.05, "after many steps on four batches"
     assert row["memory_mib"] > 0.5 and report["parts"] == 1
     used = row["tokens_per_second"] * T.flops_per_token(ONE, 4) / 1e12
     assert row["utilization"] == pytest.approx(used)
@@ -109,44 +110,47 @@ KINDS = {
 
 
 @pytest.mark.slow
-def test_a_run_without_tables_has_no_update_of_them(main):
+def test_a_run_without_tables_has_no_table_update(main):
     status, out, err = main("one", "--set", "without=ngrams,values")
     assert status == 0, err
     assert "adam" in out and "tables" not in out
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_peak_is_that_of_the_longest_name(kind):
+def test_the_longest_matching_name_decides_the_peak(kind):
     assert bench.peak_flops(kind) == KINDS[kind]
 
 
-def test_clocks_stand_beside_times_where_nvidia_smi_is(tmp_path, monkeypatch):
-    """Medians of GPUs that are not idle, and each limit once; nothing where it cannot say."""
+def test_clocks_of_busy_gpus_by_nvidia_smi(tmp_path, monkeypatch, capsys):
     smi = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+    step = functools.partial(time.sleep, 0.02)
 
     def timed(*lines):
-        said = "".join(f'echo "{line}"; ' for line in lines)
-        smi.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/asked\n{said}exec sleep 60\n")
+        output = "".join(f'echo "{line}"; ' for line in lines)
+        smi.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/arguments\n{output}exec sleep 60\n")
         smi.chmod(0o755)
-        return bench.time_chunks(1, lambda calls: time.sleep(0.1) or 1.0)
+        row = {"name": "anvil"} | bench.time_step(step)
+        bench.show(row)
+        return row, capsys.readouterr().out
 
     idle = "345, 90.20, 0x0000000000000001"
     lines = "1755, 650.10, 0x0000000000000004", idle, "1980, 300.5, 0x60", "1700, 640, 0x84", idle
-    assert bench.clocks(timed(*lines)) == "", "this is a CPU"
+    assert "watts" not in timed(*lines)[0], "this is a CPU"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    row = timed(*lines)
+    row, text = timed(*lines)
     assert (row["clock_mhz"], row["watts"], row["limited_by"]) == (1755, 640, ["power", "heat"])
-    assert bench.clocks(row) == "  1,755 MHz, 640 W, limited by power and heat"
-    assert "clocks_event_reasons.active" in (tmp_path / "asked").read_text()
-    assert bench.clocks(timed("1980, 300, 0x0")) == "  1,980 MHz, 300 W"
-    assert bench.clocks(timed("1755, [N/A], 0x4", "Field x is not a valid field", idle)) == ""
+    assert text.endswith(", 1,755 MHz, 640 W, limited by power and heat\n")
+    assert "clocks_event_reasons.active" in (tmp_path / "arguments").read_text()
+    assert timed("1980, 300, 0x0")[1].endswith(", 1,980 MHz, 300 W\n")
+    assert "watts" not in timed("1755, [N/A], 0x4", "Field x is not a valid field", idle)[0]
     monkeypatch.setenv("PATH", "")
-    assert "watts" not in bench.time_chunks(1, lambda calls: 1.0)
+    assert "watts" not in bench.time_step(step)
 
 
 def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):
-    """Those that are wrong are seen, and the exit status is 1."""
+    """The exit status is 1 if a kernel is wrong."""
     grads = built["grads0"][1]
 
     def wrong(*args):
@@ -162,27 +166,21 @@ def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):
     names = ["float32", "plain", "all kernels", "without cross_entropy"]
     assert [row["name"] for row in rows] == names
     assert [row["off"] for row in rows] == pytest.approx([0, 0, 0.1, 0], abs=1e-4)
-    assert status == 1 and "kernels are further off float32 than the plain form is" in out
+    assert status == 1 and "a kernel has a larger error than the computation without kernels" in out
 
 
-def test_other_tiles_are_tried_for_attention_on_nvidia_gpus(monkeypatch):
+def test_other_attention_tiles_on_nvidia_gpus():
     gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
-    key = T.Gradients(0, 0, 0)
-
-    def programs(cfg, mesh, kernels):
-        return {key: SimpleNamespace(lower=lambda: kernels.attend)}
-
-    monkeypatch.setattr(T, "programs", programs)
-    kernels = T.PLAIN._replace(attend="that of the run")
-    found = dict(bench.variants(CFG, gpu, kernels, key))
-    assert found["all kernels"] is kernels.attend
-    assert found["tiles (64, 32, 4, 3)"].args[0].args == ((64, 32, 4, 3),)
+    kernels = T.PLAIN._replace(attend="the kernel of the run")
+    found = bench.variants(CFG, gpu, kernels)
+    assert found["all kernels"] == (CFG, kernels)
+    assert found["tiles (64, 32, 4, 3)"][1].attend.args[0].args == ((64, 32, 4, 3),)
     assert len(found) == 4 + len(bench.TILES)
 
 
 @pytest.mark.parametrize(("devices", "parts", "rows"), [(1, 8, 1), (1, 2, 4), (2, 8, 2), (8, 8, 8)])
-def test_each_device_has_the_rows_of_one_of_parts(devices, parts, rows):
-    """And its part of the n-gram table: so a device of few has what a device of all would have."""
+def test_a_device_gets_its_share_of_rows(devices, parts, rows):
+    """A device has the same share of rows and of the n-gram table as in the full run."""
     cfg = bench.part_of(CFG, devices, parts)
     assert [stage.rows for stage in cfg.stages] == [rows] * 3
     assert [stage.row_tokens for stage in cfg.stages] == [32, 64, 64]
@@ -190,30 +188,33 @@ def test_each_device_has_the_rows_of_one_of_parts(devices, parts, rows):
     assert bench.part_of(replace(CFG, ngram_rows=0), devices, parts).ngram_rows == 0
 
 
-def test_chunks_are_long_enough_warm_and_whole_periods():
-    asked, rates = [], iter([1.0, 1.5, 1.1, 3.0, 0.9])
+def test_measurements_are_long_enough_and_whole_periods(monkeypatch):
+    """Each call takes 0.1 s, but in the last measurements 0.11, 0.3 and 0.09 s."""
+    calls, now = 0, 0.0
+    rates = [0.1] * 20 + [0.1] * 8 + [0.15] * 8 + [0.11] * 8 + [0.3] * 8 + [0.09] * 8
 
-    def run(steps):
-        asked.append(steps)
-        late = len(asked) > 2 and asked[-1] == asked[-2]  # one of the chunks that count
-        return steps * 0.1 * (next(rates) if late else 1.0)
+    def step():
+        nonlocal calls, now
+        now += rates[calls]
+        calls += 1
 
-    found = bench.time_chunks(4, run)
-    assert asked == [8, 4, 8, *[8] * 5]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now)
+    found = bench.time_step(step, period=4)
+    assert (calls, found["calls"]) == (8 + 4 + 8 + 5 * 8, 8), "warm-up, twice for the length, five"
     assert [found[key] for key in ("ms", "ms_min", "ms_max")] == pytest.approx([110, 90, 300])
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--parts", "3"], "--parts 3: use a number that divides the 8 rows of stages.0"),
-        (["--parts", "-1"], "--parts -1: a positive number of devices, or none"),
-        (["--kernels", "3"], "--kernels 3: stages are 0 to 2"),
+        (["--parts", "3"], "--parts 3: use a divisor of 8, the rows of stages.0"),
+        (["--parts", "-1"], "--parts -1: use a divisor of 8"),
+        (["--kernels", "3"], "--kernels 3: the stages are 0 to 2"),
         (["--data", "nothing"], "there is no nothing"),
         (["--dump", "/dev/null/x"], "/dev/null/x"),
         (["--profile", __file__], "test_bench.py"),
-        (["--kernels", "0", "--profile", "x"], "--profile traces the steps of stages: leave out"),
-        (["--beside", "/dev/null", "x"], "error: /dev/null: Expecting value: line 1"),
+        (["--kernels", "0", "--profile", "x"], "--profile traces steps of stages: omit"),
+        (["--beside", "nothing", "x"], "No such file or directory: 'nothing'"),
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(main, monkeypatch, argv, words):
@@ -222,25 +223,31 @@ def test_wrong_argument_is_refused_in_one_line(main, monkeypatch, argv, words):
     assert status == 2 and err.startswith("error: ") and err.count("\n") == 1 and words in err
 
 
-def test_a_stage_without_an_update_of_its_own_is_refused(main, monkeypatch):
-    """Of one step: the update of the tables sums it with the next stage's."""
-    monkeypatch.setattr(T.Program, "lower", lambda *_: pytest.fail("went on to compile"))
-    status, _, err = main("small", "--set", "stages.0.share=0.125", "stages.1.share=0.875")
-    cure = "time a run of more steps, or with a longer stages.0"
-    assert (status, err) == (2, f"error: no tables0-0 to time with grads0: {cure}\n")
+def test_the_most_frequent_update_of_each_kind_is_timed():
+    """An update that includes gradients of another stage is left out."""
+    for gradients in ("grads0", "grads1", "grads2"):
+        key = named(CFG, gradients)
+        counts = Counter()
+        for first, *updates in T.schedule(CFG).programs:
+            counts.update(updates if first == key else ())
+        usual = bench.usual_updates(CFG, key)
+        assert usual[0] == T.Update("anvil", 1) and {*usual} <= {*counts}
+        assert all({*update.stages} <= {key.stage} for update in usual)
+        kinds = [update.kind for update in usual]
+        assert len(kinds) == len({*kinds})
 
 
 YARDSTICK = {"kernel": 1.3, "rows": 1.3, "code": 1.05, "memory": 1.0, "link": 1.0}
 TRUE = {"kernel": 1.1, "rows": 1.8, "code": 1.0}
 CONFIG = {"steps": 8, "ngram_rows": 4096, "kernels": "auto", "data": "here", "devices": 0}
-# Milliseconds of bundles at one cycle each, then of memory and of links in the open.
+# Milliseconds of bundles at one cycle each, of memory, and of communication that is not hidden.
 COUNTED = {"grads0": (10, 2, 3, 4, 0.3), "grads1": (20, 3, 8, 9, 0.2), "grads2": (30, 9, 7, 6, 0.5)}
 COUNTED |= {"grads3": (35, 8, 9, 8, 0.7), "anvil": (0, 0, 0.4, 0.1, 0.0)}
 COUNTED |= {"tables0-0": (0.1, 6, 2, 1, 0.5), "eval": (90, 9, 9, 9, 1.0)}
 
 
 def files(links=1, count=8) -> tuple[dict, dict]:
-    """(preflight.json, bench.json) of a chip that takes what TRUE says, and of `count` devices."""
+    """Return (preflight.json, bench.json) for `count` chips with the yardstick TRUE."""
     predicted, measured = [], []
     for steps, (name, (*bundles, memory, link)) in enumerate(COUNTED.items(), 1):
         found = dict(zip(TRUE, bundles, strict=True))
@@ -252,14 +259,14 @@ def files(links=1, count=8) -> tuple[dict, dict]:
         measured.append({"name": name, "steps": steps, "ms": ms, "ms_min": ms, "ms_max": ms + 1})
     facts = {"source_sha256": "ab12", "versions": {"jax": "0.12.0", "numpy": "2"}, "config": CONFIG}
     chip = {"device_kind": "TPU v6 lite", "devices": 8, "yardstick": YARDSTICK}
-    preflight = facts | chip | {"kernels": "all", "rates": "measured", "variants": predicted}
+    preflight = facts | chip | {"rates": "measured", "variants": predicted}
     devices = {"kind": "TPU v6 lite", "count": count}
-    bench_json = {"devices": devices, "parts": 8, "choices": {"kernels": "all"}}
-    return preflight, facts | bench_json | {"programs": measured[:-1]}  # all but eval
+    bench_json = {"devices": devices, "parts": 8, "programs": measured[:-1]}  # without eval
+    return preflight, facts | bench_json
 
 
-def test_measured_beside_predicted_and_the_yardstick_that_would_have_been_right(main, tmp_path):
-    """By hand: grads0 takes 11 + 3.6 + 3 + 4 + 0.3, and 13 + 2.6 + 3.15 + 4 + 0.3 was predicted."""
+def test_predicted_beside_measured_times_and_the_best_yardstick(main, tmp_path):
+    """grads0 takes 11 + 3.6 + 3 + 4 + 0.3; 13 + 2.6 + 3.15 + 4 + 0.3 was predicted."""
     paths = [tmp_path / "preflight.json", tmp_path / "bench.json"]
     for path, content in zip(paths, files(), strict=True):
         path.write_text(json.dumps(content))
@@ -273,64 +280,53 @@ def test_measured_beside_predicted_and_the_yardstick_that_would_have_been_right(
     seconds += [sum(row["steps"] * (sum(row["bound_ms"].values()) + row["link_floor_ms"])
                     for row in files()[0]["variants"][:-1]) / 1e3]  # fmt: skip
     sums = "measured {:.1f} s, predicted {:.1f} s".format(*seconds)
-    assert f"All programs of training, as often as they run: {sums}, ratio " in out
-    numbers = "kernel 1.10 +- 0.00 (now 1.30), rows 1.80 +- 0.00 (now 1.30), code 1.00 +- 0.00 (now"
-    assert f"Nearest to 6 programs: {numbers} 1.05); these are off by 0.0%, now by " in out
-    assert "Predicted with jax 0.12.0; kernels: all; rates: measured.\nMeasured with jax 0.1" in out
+    assert f"These programs, over the run: {sums}, ratio " in out
+    numbers = "kernel 1.10 (now 1.30), rows 1.80 (now 1.30), code 1.00 (now 1.05)"
+    assert f"Best fit to 6 programs: {numbers}." in out and "Different" not in out
 
 
-def test_what_is_beside_must_be_the_two_files(main, tmp_path):
-    """The one that is not is named, as it was given."""
-    contents = dict(zip(("p", "b"), files(), strict=True)) | {"list": [], "other": {"a": 1}}
-    for name, content in contents.items():
+def test_files_in_the_wrong_order_are_refused(main, tmp_path):
+    for name, content in zip(("predicted", "measured"), files(), strict=True):
         (tmp_path / name).write_text(json.dumps(content))
-    cases = {
-        ("b", "p"): "{0}/b is no preflight.json, which comes here: it has no `variants`",
-        ("p", "p"): "{0}/p is no bench.json, which comes here: it has no `parts`",
-        ("p", "other"): "{0}/other is no bench.json, which comes here: it has no `parts`",
-        ("list", "b"): "{0}/list is no preflight.json, which comes here: it has no `variants`",
-    }
-    for names, words in cases.items():
+    for names in (("measured", "predicted"), ("predicted", "predicted")):
         status, _, err = main("--beside", *(tmp_path / x for x in names))
-        assert (status, err) == (2, f"error: {words.format(tmp_path)}\n")
+        words = "error: --beside needs preflight.json, then a bench.json made without --kernels\n"
+        assert (status, err) == (2, words)
 
 
 def test_one_chip_of_eight_compares_gradients_without_links():
     out = bench.beside(*files(links=0, count=1))
     assert "| grads3 |" in out and "anvil" not in out and "tables" not in out
     assert "| 22.75 | 20.75 + 0.00 + 2.00 | 0.95 |" in out
-    assert "These programs, as often as they run: " in out
-    assert "Nearest to 4 programs: kernel 1.10 +- 0.00" in out
-    assert "1 of 8 parts: links, and updates of what is not cut, do not compare." in out
+    assert "Best fit to 4 programs: kernel 1.10 (now" in out
+    assert "1 of 8 devices: without links and updates, which do not compare." in out
 
 
 def test_too_few_programs_fit_no_yardstick():
-    """As many as numbers would fit whatever they took; without kernels there are two numbers."""
+    """Three numbers would fit any times of three programs. A GPU has two numbers."""
     predicted, measured = files()
     measured["programs"] = measured["programs"][:3]
     assert "3 programs are too few to fit kernel, rows, code." in bench.beside(predicted, measured)
+    predicted["yardstick"] = YARDSTICK | {"kernel": 0.0}
     for row in predicted["variants"]:
-        measured_kernels = row["bound_ms"].pop("kernel") / 1.3 * 1.1
+        kernels = row["bound_ms"].pop("kernel") / 1.3 * 1.1
         for other in measured["programs"]:
-            other["ms"] -= measured_kernels if other["name"] == row["name"] else 0
+            other["ms"] -= kernels if other["name"] == row["name"] else 0
     found = bench.beside(predicted, measured)
-    assert "Nearest to 3 programs: rows 1.80 +- 0.00 (now 1.30), code 1.00 +- 0.00" in found
+    assert "Best fit to 3 programs: rows 1.80 (now 1.30), code 1.00 (now 1.05)." in found
 
 
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        ((1, "source_sha256"), "cd34", None),  # which is only said
-        ((1, "config", "ngram_rows"), 2048, "not the same: ngram_rows 4096, 2048"),
-        ((1, "config", "data"), "there", None),
-        ((1, "devices", "kind"), "TPU v5 lite", "device TPU v6 lite, TPU v5 lite"),
-        ((1, "parts"), 4, "devices (--parts) 8, 4"),
-        ((1, "programs"), None, "run it without --kernels"),
-        ((0, "variants", 0, "bound_ms"), {}, "has no times for TPU v6 lite"),
+        ((1, "devices", "kind"), "TPU v5 lite", "for 8 x TPU v5 lite, predicted for 8 x TPU v6"),
+        ((1, "parts"), 4, "measured for 4 x TPU v6 lite, predicted for 8 x TPU v6 lite"),
+        ((1, "programs"), None, "made without --kernels"),
+        ((0, "variants", 0, "bound_ms"), None, "preflight.json has no times for TPU v6 lite"),
         ((0, "variants"), [{"name": "eval", "bound_ms": {"code": 1.0}}], "no program in common"),
     ],
 )
-def test_files_of_other_programs_are_refused(place, value, words):
+def test_files_of_other_hardware_are_refused(place, value, words):
     both = json.loads(json.dumps(files()))
     inner = both
     for key in place[:-1]:
@@ -338,10 +334,13 @@ def test_files_of_other_programs_are_refused(place, value, words):
     inner[place[-1]] = value
     if value is None:
         del inner[place[-1]]
-    if words is None:
-        text = bench.beside(*both)
-        assert "Nearest to 6" in text
-        assert ("has changed since the prediction" in text) == ("source_sha256" in place)
-        return
     with pytest.raises(T.UserError, match=re.escape(words)):
         bench.beside(*both)
+
+
+def test_different_settings_and_sources_are_listed():
+    predicted, measured = files()
+    measured["config"] = CONFIG | {"ngram_rows": 2048, "data": "there"}
+    measured["source_sha256"] = "cd34"
+    found = bench.beside(predicted, measured).splitlines()[-1]
+    assert found == "Different in the prediction: ngram_rows, data, the source of train_gpt.py."

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a trace joined with the lines of train_gpt.py."""
+"""records/lines.py: a trace of jax joined with the lines of train_gpt.py."""
 
 import inspect
 import json
@@ -21,15 +21,15 @@ MESH = SimpleNamespace(
 
 
 def lines_of(function) -> range:
-    """The numbers of a function's lines in train_gpt.py."""
+    """Return the line numbers of a function of train_gpt.py."""
     text, first = inspect.getsourcelines(function)
     return range(first, first + len(text))
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """(folder, {name: executable}) of two programs and a trace of two steps of them: the first runs
-    in each, the second in one."""
+    """Return (folder, name -> executable) of two programs, with a trace of two steps: the first
+    program runs in both steps, the second in one."""
 
     def grads0(x, w):
         def layer(x, _):
@@ -52,8 +52,8 @@ def traced(tmp_path_factory):
     return folder, compiled
 
 
-def test_a_trace_has_each_kernel_by_its_program_kind_and_line(traced):
-    """A loop is what is in it, and does not count besides."""
+def test_kernels_of_a_trace_by_program_and_line(traced):
+    """A loop counts by the kernels inside it."""
     folder, compiled = traced
     of_trace = {"grads0": (STEPS, ["grads0", "anvil"])}
     rows = lines.keep_lines(folder, of_trace, compiled, MESH)
@@ -61,26 +61,23 @@ def test_a_trace_has_each_kernel_by_its_program_kind_and_line(traced):
     assert {row["trace"] for row in rows} == {"grads0"}
     assert {row["program"] for row in rows} == {"grads0", "anvil"}
     assert not any(row["kernel"].startswith(lines.OUTER) for row in rows)
-    (matmul,) = (row for row in rows if row["kind"] == "matmuls")
-    assert (matmul["program"], matmul["count"]) == ("grads0", 3)
+    assert {row["count"] for row in rows if row["program"] == "grads0"} == {1, 3}
     norms = [row for row in rows if row["function"] == "norm"]
     assert norms and all(row["line"] in lines_of(T.norm) for row in norms)
-    assert {row["kind"] for row in norms} == {"rest"}
     assert {row["count"] % 3 for row in norms if row["program"] == "grads0"} == {0}
     assert {row["count"] for row in norms if row["program"] == "anvil"} == {0.5}
     took = [row["ms_per_step"] for row in rows]
     assert took == sorted(took, reverse=True) and took[-1] >= 0
 
     text = lines.describe("grads0", rows).splitlines()
-    assert text[0].split() == ["grads0,", "ms", "a", "step", *lines.KINDS]
-    sums = {line.split()[0]: [float(x) for x in line.split()[1:]] for line in text[1:3]}
-    assert sums["grads0"][0] == pytest.approx(matmul["ms_per_step"], abs=6e-4)
-    both = np.sum([*sums.values()], axis=0)
-    assert both.sum() == pytest.approx(sum(took), abs=6e-3)
-    assert any(", norm" in line for line in text[3:]) and len(text) <= 3 + lines.LONGEST
+    assert text[0] == "grads0, ms per step by program and by line:"
+    sums = {line.split()[1]: float(line.split()[0]) for line in text[1:3]}
+    assert {*sums} == {"grads0", "anvil"}
+    assert sum(sums.values()) == pytest.approx(sum(took), abs=2e-3)
+    assert any(line.endswith(", norm") for line in text[3:])
 
 
-# As XLA of jax 0.11.2 writes them for an H100.
+# Instructions as XLA of jax 0.11.2 writes them for an H100.
 GPU = """HloModule jit_grads2, is_scheduled=true
 FunctionNames
 1 "<module>"
@@ -121,27 +118,26 @@ metadata={op_name="jit(grads2)/jvp(attention0)/attend/pallas_call" stack_frame_i
 """
 NVJET = "nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT"
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-EVENTS = {  # (kernel, the instruction that the trace says): (kind, function, line)
-    ("attend__2", "pallas_call.119"): ("attention", "attend_gpu", 20),
-    ("wrapped_convert", ""): ("rest", "norm", 50),
-    ("loop_add_fusion_4", "call"): ("loss", "token_losses", 40),
-    (NVJET, "custom-call.7"): ("matmuls", "token_losses", 40),
-    (NVJET, "call"): ("matmuls", "other", 0),
-    ("attend_backward_keys__1", "call"): ("attention", "other", 0),
-    (NCCL, "all-gather-start"): ("links", "other", 0),
-    (NCCL, ""): ("links", "other", 0),
-    ("memcpy128", ""): ("rest", "other", 0),
+EVENTS = {  # (kernel, its instruction in the trace): (function, line)
+    ("attend__2", "pallas_call.119"): ("attend_gpu", 20),
+    ("wrapped_convert", ""): ("norm", 50),
+    ("loop_add_fusion_4", "call"): ("token_losses", 40),
+    (NVJET, "custom-call.7"): ("token_losses", 40),
+    (NVJET, "call"): ("other", 0),
+    (NCCL, "all-gather-start"): ("other", 0),
+    ("memcpy128", ""): ("other", 0),
+    ("call", ""): None,
 }
 
 
 @pytest.mark.parametrize(("names", "spot"), EVENTS.items())
-def test_kernels_of_a_gpu_are_found_by_instruction_or_by_name(names, spot):
-    """Those that it starts together all have the instruction that starts them."""
+def test_kernels_of_a_gpu_by_instruction_or_by_name(names, spot):
+    """Kernels that start together all have the instruction that starts them."""
     assert lines.spot_of(*names, lines.spots(GPU)) == spot
 
 
 def plane(name: str, **events) -> SimpleNamespace:
-    """A plane of a trace: lines (_ for a blank in their names) with (name, facts) for events."""
+    """Return a plane of a trace: its lines (with _ for a space) map to (name, facts) of events."""
 
     def made(line):
         each = [SimpleNamespace(name=x, stats=[*y.items()], duration_ns=2e6) for x, y in line]
@@ -167,8 +163,8 @@ EXECUTED = {"gpu": ("add_4", "add.4", "jit_grads0", 2.0), "tpu": ("add.4", "", "
 
 
 @pytest.mark.parametrize("platform", EXECUTED)
-def test_only_what_devices_execute_is_read_and_once(platform, tmp_path, monkeypatch):
-    """Of the newest trace in a folder."""
+def test_only_executed_kernels_are_read(platform, tmp_path, monkeypatch):
+    """From the newest trace in a folder."""
     read = []
     traces = SimpleNamespace(planes=[HOST, TRACES[platform]])
     monkeypatch.setattr(

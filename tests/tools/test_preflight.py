@@ -1,8 +1,8 @@
-"""Preflight: what is counted in optimized programs, what is reported, and the real compilers.
+"""records/preflight.py: the counts in optimized programs, the report, and the real compilers.
 
-By default programs are short HLO as libtpu writes it. With --slow libtpu compiles the record for a
-v6e-8 that is not here (ten minutes on two cores), and, where it is installed, jax's compiler for
-NVIDIA GPUs for eight H100s.
+By default the programs are short HLO texts in the form of libtpu. With --slow, libtpu compiles the
+record for an absent v6e-8 (ten minutes on two cores), and jax's compiler for NVIDIA GPUs, if it is
+installed, compiles it for eight H100s.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ FOUR = [*itertools.product(range(2), range(2))]
 
 
 def v6e(x: int, y: int) -> list:
-    """Devices of a mesh that is not here."""
+    """Return the devices of an absent mesh."""
     places = itertools.product(range(x), range(y))
     return [SimpleNamespace(device_kind="TPU v6 lite", coords=(*at, 0)) for at in places]
 
@@ -40,8 +40,8 @@ def estimate(cycles: int) -> str:
     return f'backend_config={{"estimated_cycles":"{cycles}"}}'
 
 
-# A loop with a matmul in a fusion, and a kernel; kernels beside it, one with attributes over three
-# lines, one with the code of the first; a gather without an estimate; a collective.
+# A loop with a fused matmul and a kernel; two more kernels, one with attributes on three lines, one
+# with the code of the first kernel; a gather without an estimate; a collective.
 HLO = f"""HloModule m, is_scheduled=true
 FunctionNames
 1 "<module>"
@@ -101,12 +101,12 @@ backend_config={{"custom_call_config":{{"body":"AAA"}}}}
 
 
 def run(text: str) -> list:
-    """All instructions that an HLO module executes."""
+    """Return all instructions that an HLO module executes."""
     return list(preflight.walk(*preflight.hlo_computations(text)))
 
 
 def schedules(folder: Path, **bundles: int) -> Path:
-    """Final schedules of so many bundles, by kernel (with _ for a dot), as libtpu leaves them."""
+    """Write final schedules as libtpu does: kernel (with _ for a dot) -> number of bundles."""
     for name, count in bundles.items():
         text = count * "     0   :  { %s1 = smov 0 }\n"
         (folder / f"17-{name.replace('_', '.')}-01-final_bundles.txt").write_text(text)
@@ -119,20 +119,20 @@ def test_loops_multiply_and_fusions_are_one_instruction():
     estimated = {name: (one.times, one.cycles) for name, one in found.items() if one.cycles}
     assert estimated == {"twice": (5, 7000), "last": (1, 2)}
     assert found["attend.3"].times == 5 and found["attend.4"].times == 1
-    assert '"body":"BBB"' in found["attend.4"].rest, "attributes go on over lines"
+    assert '"body":"BBB"' in found["attend.4"].rest, "attributes on several lines"
     unknown = {one.name: one.times for one in run(HLO.replace("direction=LT", "direction=NE"))}
-    assert unknown["twice"] == 1, "of unknown length"
+    assert unknown["twice"] == 1, "unknown length"
     offloaded = run(HLO.replace('"2"', f'"{2**63 - 1}"'))
-    assert offloaded[-1].cycles == 0, "what libtpu writes of what a SparseCore does"
+    assert offloaded[-1].cycles == 0, "libtpu writes this for SparseCores"
 
 
-def test_a_program_takes_what_is_predicted_and_links_and_moves(tmp_path):
-    """By hand. attend.5 has the code of attend.3, so also its schedule."""
+def test_time_of_a_program_by_computing_links_and_moves(tmp_path):
+    """Compare with manual sums. attend.5 has the code and the schedule of attend.3."""
     found = preflight.count(HLO, schedules(tmp_path, attend_3=10_000, attend_4=3), v6e(2, 4))
     assert list(tmp_path.iterdir()) == []
     array = 8 * 128 * 4 / CHIP.hbm
     mlp = 5 * 7350 / CHIP.clock
-    kernels = 6 * 13_000 / CHIP.clock + 2 * array  # attend.4 waits for its bytes
+    kernels = 6 * 13_000 / CHIP.clock + 2 * array  # attend.4 is limited by its bytes
     assert found["predicted_ms"] == pytest.approx(1e3 * (mlp + kernels + 3 * array))
     assert found["link_floor_ms"] == pytest.approx(1e3 * 7 * 512 / 2 / CHIP.link)
     moves = 2 * array + 32 / CHIP.hbm
@@ -141,7 +141,7 @@ def test_a_program_takes_what_is_predicted_and_links_and_moves(tmp_path):
     assert {x: found["functions_ms"][x] for x in seconds} == pytest.approx(
         {x: 1e3 * value for x, value in seconds.items()}
     )
-    waits = 1e3 * (5 * array + moves)  # of these 3 of the last line, 2 of attend.4
+    waits = 1e3 * (5 * array + moves)  # 3 of the last instruction, 2 of attend.4
     bounds = {"code": 1e3 * mlp, "kernel": 1e3 * 6 * 13_000 / CHIP.clock, "memory": waits}
     assert {x: ms for x, ms in found["bound_ms"].items() if ms} == pytest.approx(bounds)
     again = schedules(tmp_path, attend_3=10_000, attend_4=3, rows=900, twice=4000)
@@ -150,18 +150,18 @@ def test_a_program_takes_what_is_predicted_and_links_and_moves(tmp_path):
     fewer = 5 * 1.05 * (7000 - 4000)
     assert scheduled["moved_floor_ms"] == 0
     assert scheduled["bound_ms"]["rows"] == pytest.approx(1e3 * 1.3 * 900 / CHIP.clock)
-    assert more == pytest.approx(1e3 * (1.3 * 900 - fewer) / CHIP.clock), "the gather's; the MLP's"
+    assert more == pytest.approx(1e3 * (1.3 * 900 - fewer) / CHIP.clock), "gather, MLP"
     large = HLO.replace("[8,128]", "[4096,4096]")
     slow = preflight.count(large, schedules(tmp_path, attend_3=9, attend_4=3), v6e(2, 4))
-    cycles = 1.05 * 2 * 4096**3 / 2**19  # not the 7,000 of the estimate
+    cycles = 1.05 * 2 * 4096**3 / 2**19  # instead of the estimate, 7,000
     assert slow["functions_ms"]["mlp"] == pytest.approx(5 * 1e3 * cycles / CHIP.clock)
     parts = sum(found[f"{part}_ms"] for part in ("predicted", "link_floor", "moved_floor"))
     assert found["low_ms"] < 0.9 * parts < 1.1 * parts < found["high_ms"]
     assert {*preflight.count(HLO, tmp_path, v6e(2, 4)).values()} == {None}, "no schedules"
 
 
-# As libtpu writes it: a bundle can go on over lines, a `>` can be missing inside a loop (0x8, and
-# before an inner loop all of them, 0x3a), and an outer loop's exit test can stand in the inner loop
+# In the form of libtpu: a bundle can have several lines; a `>` can be missing in a loop (0x8), or
+# all of them before an inner loop (0x3a); the exit test of an outer loop can be in the inner loop
 # (0x7, with a predicate).
 SCHEDULE = """= control target key start
 LB: loop body
@@ -191,19 +191,19 @@ def test_bundles_of_a_schedule_are_multiplied_by_its_loops():
     once = 2 + 6 * (outer + 7 * (middle + 11 * inner)) + 1 + 1
     assert preflight.read_schedule(SCHEDULE) == once + 2
     of_data = SCHEDULE.replace("%s409, 2 /* loop exit test */", "%s409, %s8")
-    assert preflight.read_schedule(of_data) == once + 1, "of unknown length: once"
+    assert preflight.read_schedule(of_data) == once + 1, "unknown length: once"
     fetches = of_data.replace("%p12 =", 2 * "%8 = dma.hbm_to_vmem  ;;  " + "%p12 =")
-    assert preflight.read_schedule(fetches, rows=18) == once + 9, "a transfer for each row"
+    assert preflight.read_schedule(fetches, rows=18) == once + 9, "one transfer per row"
 
 
-def test_rows_of_a_gather_and_where_its_table_is():
+def test_rows_and_table_of_a_gather():
     on_chip = HLO.replace("f32[100,128]{1,0}", "f32[100,128]{1,0:S(1)}")
     one, other = (next(x for x in run(text) if x.name == "rows") for text in (HLO, on_chip))
     assert preflight.fetched_rows(one) == 8 and preflight.fetched_rows(run(HLO)[-1]) == 0
-    assert preflight.twin_keys(one) != preflight.twin_keys(other), "other code"
+    assert preflight.twin_key(one) != preflight.twin_key(other), "different code"
 
 
-# A program whose one instruction is filled in; fused computations of the kinds that TPUs have.
+# A program with a placeholder for one instruction, and fused computations as on TPUs.
 BYTES = """HloModule m, is_scheduled=true
 %gathers (p: f32[8]) -> f32[64] {
   %p = f32[8]{0} parameter(0)
@@ -241,8 +241,8 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
     ("instruction", "size"),
     [
         ("bf16[64,128]{1,0} add(%x, %x)", 3 * X),
-        ("bf16[64,128]{1,0:S(1)} add(%x, %near)", X),  # what is on the chip
-        ("f32[64,6]{0,1:T(8,128)} add(%near, %near)", 128 * 8 * 4),  # tiles are padded
+        ("bf16[64,128]{1,0:S(1)} add(%x, %near)", X),  # one operand in memory
+        ("f32[64,6]{0,1:T(8,128)} add(%near, %near)", 128 * 8 * 4),  # padded tiles
         ("bf16[8,128]{1,0} gather(%x, %ids), offset_dims={1}", 2 * ROW + 32),
         ("bf16[64,128]{1,0} dynamic-update-slice(%x, %row, %n.0, %n.0)", 2 * ROW + 8),
         ("(bf16[64,128]{1,0}, bf16[8,128]{1,0:S(1)}) fusion(%x, %row, %n.0), calls=%updates",
@@ -256,7 +256,7 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
         ("bf16[512,128]{1,0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}", 0),
     ],
 )  # fmt: skip
-def test_bytes_in_memory_are_those_that_an_instruction_touches(instruction, size):
+def test_bytes_of_memory_that_an_instruction_reads_and_writes(instruction, size):
     *_, one = run(BYTES.replace("INSTRUCTION", instruction))
     assert one.name == "one" and preflight.memory_bytes(one) == size
 
@@ -279,18 +279,17 @@ def test_bytes_that_a_device_sends_in_a_collective(instruction, kind, size, sent
 
 
 def played(*lines: str) -> float:
-    """What a program takes in links alone; a collective takes 100."""
+    """Return links_alone of a program. Each collective takes 100."""
     text = BYTES.replace("ROOT %one = INSTRUCTION", "\n".join(f"  %{line}" for line in lines))
     return preflight.links_alone(run(text), lambda one: one.cycles, lambda one: 100)
 
 
-def test_links_are_hidden_behind_what_is_between_start_and_done():
+def test_work_between_start_and_done_hides_communication():
     start = "s = ((bf16[64,128], token[]), f32[64]{0}) call-start(%x), to_apply=%gathers"
     done = "d = f32[64]{0} call-done(%s)"
     work, more = (f"w = bf16[64,128]{{1,0}} negate(%x), {estimate(x)}" for x in (30, 130))
-    assert played(work, start, done) == 100, "nothing between"
+    assert played(work, start, done) == 100, "nothing to hide it"
     assert played(start, work, done) == 70 and played(start, more, done) == 0
-    assert played(start, work) == 100, "nothing awaits it"
     renamed = "r = (f32[8], f32[64]) bitcast(%s)", work, done.replace("%s", "%r")
     assert played(start, *renamed) == 70
     others = start.replace("s =", "s2 ="), more, done, "d2 = f32[64]{0} call-done(%s2)"
@@ -299,8 +298,8 @@ def test_links_are_hidden_behind_what_is_between_start_and_done():
     assert played(start, work, now, done) == 170
 
 
-def test_a_call_in_three_pieces_begins_with_the_operands_that_its_update_gives():
-    """As libtpu of jax 0.12 writes what SparseCores do; that of jax 0.10 has two pieces."""
+def test_a_call_in_three_pieces_starts_at_its_update():
+    """libtpu of jax 0.12 writes calls of SparseCores in three pieces, libtpu of jax 0.10 in two."""
     two = (
         "s = ((bf16[64,128], token[]), f32[64]{0}) call-start(%x), to_apply=%gathers",
         "d = f32[64]{0} call-done(%s)",
@@ -321,7 +320,7 @@ def test_a_call_in_three_pieces_begins_with_the_operands_that_its_update_gives()
     assert (one.collective, preflight.sent_bytes(one, 8)) == ("all-gather", (256, 224))
 
 
-# The update of a table by SparseCores, as both libtpu write it.
+# The update of a table by SparseCores, in the forms of both versions of libtpu.
 SCATTER = """HloModule m, is_scheduled=true
 %adds (p: f32[64,128], i: s32[8], q: f32[8,128]) -> f32[64,128] {
   %p = f32[64,128]{1,0} parameter(0)
@@ -364,15 +363,15 @@ ENTRY %main (table: f32[64,128], ids: s32[8], rows: f32[8,128]) -> f32[64,128] {
          "ROOT %d = f32[64,128]{1,0} call-done(%u)"],
     ],
 )  # fmt: skip
-def test_an_update_of_a_table_by_sparsecores_moves_its_rows_and_not_the_table(pieces):
-    """They are read, added to what is there, and written."""
+def test_a_table_update_by_sparsecores_moves_only_rows(pieces):
+    """The update reads the new rows and the old rows, and writes the sums."""
     every = run(SCATTER.replace("PIECES", "\n  ".join(pieces)))
     assert sum(map(preflight.memory_bytes, every)) == 3 * 8 * 128 * 4 + 8 * 4
     assert [one.name for one in every if preflight.memory_bytes(one)] == ["f"]
 
 
-def test_a_mesh_bounds_what_its_links_carry():
-    """Of a v6e-8 two links in the middle carry half of an all-to-all; a v6e-256 closes to rings."""
+def test_links_and_loads_of_a_mesh():
+    """The two middle links of a v6e-8 carry half of an all-to-all; a v6e-256 has rings."""
     sides = {(1, 1): (0, 0), (1, 2): (1, 0.5), (2, 4): (2, 1), (8, 8): (2, 2), (16, 16): (4, 2)}
     for (x, y), figures in sides.items():
         mesh = v6e(x, y)
@@ -387,7 +386,7 @@ def test_a_mesh_bounds_what_its_links_carry():
         ("v6e-16", "v6e:4x4", (2, 2, 1)),
         ("v6e-256", "v6e:16x16", (2, 2, 1)),
         ("v5e-4", "v5e:2x2", (2, 2, 1)),
-        ("v5litepod-8", "v5e:2x4", (2, 4, 1)),  # Google's own name of a v5e-8
+        ("v5litepod-8", "v5e:2x4", (2, 4, 1)),  # Google's name of a v5e-8
         ("v5p-8", "v5p:2x2x1", (2, 2, 1)),  # four chips of two cores
         ("v5p-16", "v5p:2x2x2", (2, 2, 1)),
         ("v5p-128", "v5p:4x4x4", (2, 2, 1)),
@@ -404,7 +403,6 @@ def test_a_name_of_tpus_is_a_mesh_of_chips(target, topology, bounds):
 
 
 def test_a_name_of_gpus_is_a_description_and_a_count():
-    """Every kind is one that the choice of kernels can read."""
     one, eight, two = map(preflight.gpu_options, ("a100-40x1", "h100x8", "h200x16"))
     assert [x["topology"] for x in (one, eight, two)] == ["1x1x1", "1x1x8", "1x2x8"]
     words = "major: 8 minor: 0", "core_count: 108 fpus_per_core: 64", "l2_cache_size: 41943040"
@@ -415,7 +413,7 @@ def test_a_name_of_gpus_is_a_description_and_a_count():
     assert [preflight.gpu_options(x) for x in ("h100", "x8", "h100x-1", "v6ex8")] == 4 * [None]
 
 
-# A matmul in a loop whose test is fused, a kernel, and a pass over memory.
+# A matmul in a loop with a fused condition, a kernel, and an addition.
 GPU_HLO = """HloModule m, is_scheduled=true
 %gemm (p: bf16[4,512,1024], q: bf16[4,1024,2048]) -> bf16[4,512,2048] {
   %p = bf16[4,512,1024]{2,1,0} parameter(0)
@@ -443,8 +441,8 @@ metadata={op_name="jit(f)/attend/pallas_call"}
 """
 
 
-def test_a_gpu_takes_shares_of_its_data_sheet(tmp_path):
-    """By hand; of several, of an unknown peak, and of TPUs without schedules there are no times."""
+def test_a_gpu_reaches_shares_of_its_data_sheet(tmp_path):
+    """Compare with manual sums. Several GPUs, and GPUs with an unknown peak, have no times."""
     h200, a100, t4 = ([SimpleNamespace(device_kind=preflight.GPUS[x][0])] for x in
                       ("h200", "a100-80", "t4"))  # fmt: skip
     found = preflight.count(GPU_HLO, tmp_path, h200, attention=989e9)
@@ -453,14 +451,14 @@ def test_a_gpu_takes_shares_of_its_data_sheet(tmp_path):
     assert found["bound_ms"] == pytest.approx(want)
     assert found["predicted_ms"] == pytest.approx(sum(want.values()))
     assert (found["link_floor_ms"], found["moved_floor_ms"]) == (0, 0)
-    assert found["high_ms"] / found["predicted_ms"] == pytest.approx(1.25), "which was measured"
+    assert found["high_ms"] / found["predicted_ms"] == pytest.approx(1.25), "a measured GPU"
     other = preflight.count(GPU_HLO, tmp_path, a100)
-    assert other["low_ms"] * 1.5 == pytest.approx(other["predicted_ms"]), "which was not"
+    assert other["low_ms"] * 1.5 == pytest.approx(other["predicted_ms"]), "other GPUs"
     for devices in (2 * h200, t4):
         assert {*preflight.count(GPU_HLO, tmp_path, devices).values()} == {None}
 
 
-def test_flops_of_attention_are_those_of_its_windows():
+def test_flops_of_attention_follow_from_its_windows():
     key = named(CFG, "grads1")
     stage = CFG.stages[key.stage]
     heads = [T.heads_of(CFG, i, stage.windows) for i, x in enumerate(CFG.layers) if x.attends]
@@ -470,7 +468,7 @@ def test_flops_of_attention_are_those_of_its_windows():
 
 
 def test_memory_of_a_gpu_is_the_share_that_jax_takes(monkeypatch):
-    """Of a TPU it takes all."""
+    """The share does not change the memory of a TPU."""
     variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     kinds = "NVIDIA A100-SXM4-40GB", "TPU v6 lite"
     each = (SimpleNamespace(flat=[SimpleNamespace(device_kind=kind)]) for kind in kinds)
@@ -479,15 +477,11 @@ def test_memory_of_a_gpu_is_the_share_that_jax_takes(monkeypatch):
     assert preflight.memory_of(gpu) == int(0.75 * 39.42 * GIB)
     monkeypatch.setenv(variable, ".92")
     assert preflight.memory_of(gpu) == int(0.92 * 39.42 * GIB)
-    for wrong in ("0", "92", "most", "nan"):
-        monkeypatch.setenv(variable, wrong)
-        with pytest.raises(T.UserError, match=f"{variable}={wrong}: use a number above 0"):
-            preflight.memory_of(gpu)
-        assert preflight.memory_of(tpu) == CHIP.memory
+    assert preflight.memory_of(tpu) == CHIP.memory
 
 
-def test_times_of_a_v5e_are_by_its_data_sheet_and_said_to_be(absent, tmp_path, monkeypatch, capsys):
-    """A quarter of a v6e's matrix units at 1.5 GHz, 819 GB/s, 50 GB/s a link."""
+def test_times_of_a_v5e_by_its_data_sheet(absent, tmp_path, monkeypatch, capsys):
+    """It has a quarter of the matrix units of a v6e, at 1.5 GHz, 819 GB/s, and 50 GB/s per link."""
     chip = preflight.HARDWARE["TPU v5 lite"]
     v5e = [SimpleNamespace(device_kind="TPU v5 lite", coords=(x, y, 0)) for x, y in FOUR]
     large = HLO.replace("[8,128]", "[4096,4096]")
@@ -498,32 +492,30 @@ def test_times_of_a_v5e_are_by_its_data_sheet_and_said_to_be(absent, tmp_path, m
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, chip)
     argv = ["v5e-8", "small", "--program", "adam", "--dump", str(tmp_path / "dump")]
     assert preflight.main(argv) == 0
-    assert "Some programs on 8 x cpu, by its data sheet; the sum" in capsys.readouterr().out
+    assert "Some programs on 8 x cpu, rates: data sheet; seconds" in capsys.readouterr().out
     assert json.loads((tmp_path / "dump/preflight.json").read_text())["rates"] == "data sheet"
 
 
 DEVICE = jax.devices()[0]
 ABSENT = preflight.absent_devices
 ISSUED = {"attend_3": 10_000, "attend_4": 30}
-TIMES = {  # three validations, of two batches
+TIMES = {  # executions in training
     **{"grads0": 3, "grads1": 3, "grads2": 2, "anvil": 8, "adam_tied": 3, "adam": 1},
-    **{"tables0-0": 1, "tables0-1": 1, "tables1-1-2-2": 1, "finish": 1, "eval": 3 * 2},
+    **{"tables0-0": 1, "tables0-1": 1, "tables1-1-2-2": 1, "finish": 1, "eval": 0},
 }
 
 
 def compiled_at_once():
-    """What jax's compiled programs tell, for HLO; like libtpu it leaves schedules of kernels."""
+    """Return a substitute for a compiled program; like libtpu, write schedules of kernels."""
     folder = re.findall(r"--xla_jf_dump_to=(\S+)", os.environ["LIBTPU_INIT_ARGS"])[-1]
     schedules(Path(folder), **ISSUED)
-    sizes = {"argument": 7, "output": 5, "alias": 2, "temp": GIB}
-    sizes = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
-    memory = SimpleNamespace(**sizes, peak_memory_in_bytes=3 * GIB)
+    memory = SimpleNamespace(peak_memory_in_bytes=3 * GIB)
     return SimpleNamespace(as_text=lambda: HLO, memory_analysis=lambda: memory)
 
 
 @pytest.fixture
 def absent(monkeypatch):
-    """8 devices with the facts of a v6e-8, and a compiler that answers at once."""
+    """Provide 8 devices with the figures of a v6e-8, and a substitute for the compiler."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     monkeypatch.setattr(T, "PRESETS", T.PRESETS | {"small": CFG})
     monkeypatch.setattr(preflight, "absent_devices", lambda target: jax.devices())
@@ -532,8 +524,8 @@ def absent(monkeypatch):
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, CHIP)
 
 
-def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, capsys):
-    """Each as often as it runs; preflight.json has what others read there."""
+def test_a_run_is_the_sum_of_its_programs(absent, tmp_path, capsys):
+    """preflight.json has the fields that other tools read."""
     assert preflight.main(["v6e-8", "small", "--dump", str(tmp_path / "new/dump")]) == 0
     out, err = capsys.readouterr()
     report = json.loads((tmp_path / "new/dump/preflight.json").read_text())
@@ -544,37 +536,31 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
     assert report["config"] == json.loads(json.dumps(asdict(CFG)))
     assert (report["total_steps"], report["total_tokens"]) == (8, 3 * 256 + 5 * 512)
     assert report["command"].startswith("v6e-8 small --dump ") and report["device_kind"] == "cpu"
-    assert [row["tokens_per_step"] for row in rows.values()] == [256, 512, 512, *[0] * 7, 512]
-    assert {row["device_bytes_limit"] for row in rows.values()} == {31.25 * GIB}
     (tmp_path / "again").mkdir()
     took = preflight.count(HLO, schedules(tmp_path / "again", **ISSUED), v6e(2, 4))
-    sizes = {"arguments": 7, "outputs": 5, "aliased": 2, "temporary": GIB, "peak": 3 * GIB}
     for row in rows.values():
         assert {key: row[key] for key in took} == took
-        assert row["bytes"] == sizes
-        assert row["compile_seconds"] >= 0 and row["resident_bytes"] > 0
+        assert row["bytes"] == {"peak": 3 * GIB} and row["resident_bytes"] > 0
         assert (tmp_path / f"new/dump/{row['name']}.hlo").read_text() == HLO
-    run, trained = report["predicted"], sum(TIMES.values()) - TIMES["eval"]
+    run, trained = report["predicted"], sum(TIMES.values())
     parts = [run[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
     each = [took[f"{x}_ms"] for x in ("predicted", "link_floor", "moved_floor")]
     assert parts == pytest.approx([trained * ms / 1e3 for ms in each])
     assert run["sum_seconds"] == pytest.approx(sum(parts))
     assert sum(run["components"].values()) == pytest.approx(sum(parts))
-    head = "The whole run on 8 x cpu: 0.0 s = predicted 0.0 + links 0.0 + moves 0.0"
-    assert err == "" and head in out and "all fit the 31.25 GiB of a device" in out
-    assert "grads0, stage 0, softmax over 48 ids" in out and max(map(len, out.split("\n"))) <= 100
+    head = "The full run on 8 x cpu, rates: measured\n0.0 s = predicted 0.0 + links 0.0 + moves 0.0"
+    assert err == "" and head in out and "everything fits into the 31.25 GiB of a device" in out
+    assert "seconds by function: " in out and max(map(len, out.split("\n"))) <= 100
 
 
-def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
-    """They fit if their own peak, what stays beside it and what must stay free are at most the
-    memory, to the byte."""
+def test_some_programs_have_rows_and_no_sum(absent, monkeypatch, capsys):
+    """They fit if the peak, the state and the spare memory are at most the memory, to the byte."""
     argv = ["v6e-8", "small", "--program", "grads1", "adam"]
     assert preflight.main(argv) == 0
     out = capsys.readouterr().out
     table = [line.split()[:2] for line in out.splitlines()]
     assert ["grads1", "3"] in table and ["adam", "1"] in table
-    assert "Some programs on 8 x cpu" in out and "whole run" not in out
-    assert "adam, update: attend 0.04, mlp 0.02" in out
+    assert "Some programs on 8 x cpu" in out and "full run" not in out
     need = 3 * GIB + T.resident_bytes(*T.make_mesh(CFG), named(CFG, "grads1")) + T.SPARE
     for limit, status in ((need, 0), (need - 1, 1)):
         monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, preflight.Hardware(limit))
@@ -582,8 +568,8 @@ def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
     assert "grads1 needs 3.0 GiB of the 5.0 GiB of a device, 2.0 of " in capsys.readouterr().out
 
 
-def test_a_run_that_does_not_fit_by_its_shapes_is_not_compiled(absent, monkeypatch, capsys):
-    """One of its programs can be, and what the compiler says then counts."""
+def test_a_run_that_is_expected_not_to_fit_is_not_compiled(absent, monkeypatch, capsys):
+    """With --program it is compiled, and the figures of the compiler decide."""
     few = preflight.Hardware(GIB // 1024)
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, few)
     assert preflight.main(["v6e-8", "small"]) == 1
@@ -600,42 +586,40 @@ def test_a_run_that_does_not_fit_by_its_shapes_is_not_compiled(absent, monkeypat
     assert capsys.readouterr().err.endswith("Mosaic failed to compile TPU kernel: why\n")
 
 
+class Missing(Exception):
+    def __repr__(self):
+        return "no compiler"
+
+
+def no_compiler(**options):
+    raise Missing
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["v6e-8", "small", "--program", "grads3"], "--program grads3: there are grads0, grads1"),
+        (["v6e-8", "small", "--program", "grads3"], "unknown program grads3: use grads0, grads1"),
         (["v6e-8", "large"], "unknown preset 'large'"),
         (["v6e-8", "small", "--dump", "/dev/null/x"], "/dev/null/x"),
         (["v6e-8", "small", "--set", "devices=16"], "devices=16, but there are 8"),
         ([], "the following arguments are required: TARGET"),
-        (["v6e-3"], "no such hardware as v6e-3: use a TPU such as v6e-8, a topology such as v5e:"),
+        (["v6e-3"], "unknown hardware v6e-3: use a TPU such as v6e-8, a topology such as v5e:"),
         (["2x4"], "or a GPU such as h100x8 (TPUs: v4, v5e, v5p, v6e; GPUs: a10g, a100-40, "),
-        (["v4-1"], "no such hardware as v4-1: use "),
-        (["h100x0"], "no such hardware as h100x0: use "),
-        (["a100x1"], "no such hardware as a100x1: use a100-40x1 or a100-80x1, or a TPU such as"),
-        (["H200"], "no such hardware as H200: use h200x1, or a TPU such as v6e-8"),
-        (["v5e-8"], 'v5e-8 needs the TPU compiler: pip install "jax[tpu]"'),
-        (["a100-40x1"], "a100-40x1 needs the GPU compiler: pip install jax-cuda13-plugin=="),
-        (["v6e-8"], 'needs the TPU compiler: pip install "jax[tpu]"'),
-        (["h100x8"], "needs the GPU compiler: pip install jax-cuda13-plugin=="),
+        (["v4-1"], "unknown hardware v4-1: use "),
+        (["h100x0"], "unknown hardware h100x0: use "),
+        (["a100x1"], "unknown hardware a100x1: use "),
+        (["v5e-8"], 'cannot compile for v5e-8 (no compiler): install the compiler (pip install "'),
+        (["a100-40x1"], "(no compiler): install the compiler (pip install jax-cuda13-plugin=="),
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(absent, monkeypatch, capsys, argv, words):
     monkeypatch.setattr(T.Program, "lower", lambda *_: pytest.fail("went on to compile"))
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(preflight.topologies, "get_topology_desc", no_compiler)
     if len(argv) < 3:
         monkeypatch.setattr(preflight, "absent_devices", ABSENT)
     assert preflight.main(argv) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
-
-
-def test_programs_of_the_record_run_as_often_as_its_schedule_says():
-    counts = preflight.executions(RECORD)
-    anvil, adam = counts[T.Update("anvil", 1)], T.Update("adam", 2)
-    assert anvil == RECORD.steps == 2 * (counts[adam] + counts[adam._replace(tied=True)])
-    tokens = sum(n * preflight.about(RECORD, x)[0] for x, n in counts.items() if x != "eval")
-    assert tokens == RECORD.tokens_after(RECORD.steps)
 
 
 RECORD = T.PRESETS["speedrun"]
@@ -644,20 +628,20 @@ libtpu = pytest.mark.skipif(
 )
 
 
-# What programs of the record take by the yardstick of now (jax 0.10.2, libtpu 0.0.42), and are not
-# to exceed: ms predicted and of links in the open of one execution, GiB at the peak. A kernel that
-# is not used, a matmul in float32 or a table that crosses the network twice would all exceed it.
+# Limits for programs of the record, by the present yardstick (jax 0.10.2, libtpu 0.0.42): predicted
+# ms, ms of communication that is not hidden, and GiB at the peak. A missing kernel, a matmul in
+# float32 or a table that crosses the network twice would exceed them.
 MOST = {"grads0": (22.2, 0.35, 11.8), "anvil": (0.56, 0.01, 8.4)}
 MOST |= {"adam": (0.7, 1.6, 8.8), "tables2-2-2-2": (13.4, 0.8, 11.4)}
 
 
 @libtpu
 @pytest.mark.slow
-def test_the_record_on_a_v6e_8_takes_no_more_time_links_and_memory_than_before(tmp_path):
-    """In a process of its own, since libtpu is loaded once a process."""
+def test_the_record_on_a_v6e_8_keeps_its_limits(tmp_path):
+    """This needs another process, because a process can load libtpu only once."""
     tool = [sys.executable, ROOT / "records/preflight.py", "v6e-8", "--dump", tmp_path]
     done = subprocess.run([*tool, "--program", *MOST], capture_output=True, text=True)
-    assert done.returncode == 0 and "these fit the 31.25 GiB" in done.stdout, done.stderr
+    assert done.returncode == 0 and "everything fits into the 31.25 GiB" in done.stdout, done.stderr
     report = json.loads((tmp_path / "preflight.json").read_text())
     assert report["preset"] == "speedrun"
     for row in report["variants"]:
@@ -668,8 +652,8 @@ def test_the_record_on_a_v6e_8_takes_no_more_time_links_and_memory_than_before(t
     assert kernels >= 2 * len(RECORD.layers_with("attends"))
 
 
-# Microseconds that others have measured on one v6e (records/NOTES.md), by function of TIMED, its
-# arguments, and the share that counts: one matmul of 64, or the blocks that a kernel executes.
+# Published microseconds on one v6e (records/NOTES.md), by function of TIMED, its arguments, and the
+# share that counts: one matmul of 64, or the blocks that a kernel executes.
 PUBLISHED = {("chain", n, n, n, 1 / 64): us for n, us in ((1024, 3.751), (2048, 23.71))}
 ROWS = (512, 30.71), (1024, 48.2), (2048, 95.69), (4096, 176.9)
 PUBLISHED |= {("chain", m, 4096, 4096, 1 / 64): us for m, us in ROWS}
@@ -695,7 +679,7 @@ jax.config.update("jax_platforms", "cpu")
 chip = preflight.absent_devices("v6e-1")
 def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(chip[0]))
-def chain(x, w):  # 64 matmuls, each of which waits for all of the one before
+def chain(x, w):  # 64 matmuls, each needs the full result of the previous one
     def step(x, _):
         sums = jnp.sum(x @ w, axis=1, keepdims=True, dtype=jnp.float32)
         return x + sums.astype(x.dtype), None
@@ -728,8 +712,8 @@ print(json.dumps(found))
 
 @libtpu
 @pytest.mark.slow
-def test_programs_are_predicted_to_take_as_long_as_others_have_measured():
-    """Each within a fourth, in the middle within 5 %."""
+def test_predictions_agree_with_published_times():
+    """Each is within 25%, and their geometric mean within 5%."""
     argv = [sys.executable, "-c", TIMED, json.dumps([*PUBLISHED])]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -742,7 +726,7 @@ def test_programs_are_predicted_to_take_as_long_as_others_have_measured():
 @cuda_compiler
 @pytest.mark.slow
 def test_the_record_fits_an_h100():
-    """Four layers, which have all that the eleven have; three kernels in each that attends."""
+    """Four layers have all features of the eleven. Each attention layer has three kernels."""
     four = T.validate(replace(RECORD, layers=CFG.layers))
     devices = preflight.absent_devices("h100x8")
     _, mesh = T.make_mesh(four, devices)
