@@ -3384,9 +3384,10 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     if saved:
         check_sizes(cfg, saved)
     data = open_data(cfg, say)
-    kernels, reason = checked_kernels(cfg, mesh, say)
+    kernels, reason = choose_kernels(cfg, mesh.devices.flat[0])
+    kernels, left_out = check_kernels(cfg, mesh, kernels, say)
     warn_of_rows(cfg, kernels, say)
-    choices = {"kernels": reason} | sizes_chosen(recipe, cfg, mesh, kernels)
+    choices = {"kernels": reason + left_out} | sizes_chosen(recipe, cfg, mesh, kernels)
     facts = run_facts(recipe, mesh, command, choices) | {"data": data.shards}
     log = open_log(recipe, facts, out, saved, say)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
@@ -3816,7 +3817,7 @@ def keeps_logits_narrow(cfg: Config, device) -> bool:
 
     On TPUs, XLA fuses the loss into the matmuls. On GPUs, a kernel reads rounded logits (loss_rows;
     not with a pointer). Otherwise float32 logits are materialized."""
-    loss = pick_kernels(cfg, device)[0].cross_entropy
+    loss = choose_kernels(cfg, device)[0].cross_entropy
     if device.platform == "tpu":
         return loss is not PLAIN.cross_entropy
     return isinstance(loss, functools.partial) and not cfg.pointer_width
@@ -5415,18 +5416,17 @@ def main(argv=None) -> int:
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """({key of programs: executable}, {name: seconds to compile}) of all programs, if they fit.
-    This thread lowers one after the other, while those of a pool compile what it has lowered."""
+    """Compile all programs in threads: return ({key: executable}, {name: seconds}). Raise UserError
+    if a program needs too much memory."""
     every = programs(cfg, mesh, kernels)
     ready = itertools.count(1)
-    built = {}
 
     def build(key, lowered):
         began = time.perf_counter()
         program = compile_one(cfg, mesh, key, lowered)
         seconds = round(time.perf_counter() - began, 3)
         size = resident_bytes(cfg, mesh, key) + program.memory_analysis().peak_memory_in_bytes
-        refusal = too_large(cfg, mesh, every[key].name, size, memory_limit(mesh))
+        refusal = too_large(cfg, mesh, str(key), size, memory_limit(mesh))
         need(not refusal, refusal)
         say(f"{next(ready)} of {len(every)} programs are ready\r")
         return program, seconds
@@ -5434,36 +5434,25 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
     pool = ThreadPoolExecutor(cpu_cores())
     try:
-        for key, program in every.items():
-            built[key] = pool.submit(build, key, program.lower())
-            raise_first_error(built.values())
-        for _ in as_completed(built.values()):
-            raise_first_error(built.values())
+        built = {key: pool.submit(build, key, x.lower()) for key, x in every.items()}
+        for future in as_completed(built.values()):
+            future.result()  # raises the first error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    results = {key: future.result() for key, future in built.items()}
-    seconds = {every[key].name: taken for key, (_, taken) in results.items()}
-    return {key: program for key, (program, _) in results.items()}, seconds
+    compiled, seconds = {}, {}
+    for key, future in built.items():
+        compiled[key], seconds[str(key)] = future.result()
+    return compiled, seconds
 
 
-def raise_first_error(futures):
-    """Raise the exception of the first of these futures that has ended with one, if any."""
-    for future in futures:
-        if future.done():
-            future.result()
-
-
-# Names of collectives in the compiler's options. The last two are for more than eight chips (read
-# from compiled programs).
+# Names of collectives in the compiler's options; the last two appear with more than eight chips.
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 
 
 def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
-    """Options of XLA for a run on such devices. With them the SparseCores of a TPU move the data of
-    collectives while its TensorCore computes, and add rows to tables. (That is read from compiled
-    programs; nobody has timed it on a TPU.) They do not look up rows: others report that this slows
-    down small gathers (jax issue 40553)."""
-    if backend == "gpu":  # XLA would keep activations as float32 where it fuses operations
+    """Return XLA's options for a backend. On TPUs they let the SparseCores run collectives and
+    scatters (predicted), but not gathers, which can be slower there (JAX issue 40553)."""
+    if backend == "gpu":  # XLA would keep activations in float32 where it fuses operations
         return {"xla_allow_excess_precision": False}
     if backend != "tpu" or not cfg.sparse_cores:
         return {}
@@ -5476,38 +5465,36 @@ def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
 
 
 def compile_one(cfg: Config, mesh: Mesh, key, lowered):
-    """The executable of a lowered program. UserError if it cannot be had: with what can be
-    done about memory, an option or a kernel, and with all that the compiler says."""
+    """Return the executable of a lowered program, or raise UserError with a hint."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-    cure = ""
+    hint = ""
     sizes = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", text)
     if sizes:
         size, limit = (float(number) * 2**30 for number in sizes.groups())
         size += resident_bytes(cfg, mesh, key)
-        cure = f"{too_large(cfg, mesh, str(key), size, limit)}: "
+        hint = f"{too_large(cfg, mesh, str(key), size, limit)}: "
     elif "compile option" in text:
-        cure = "--set sparse_cores=0 leaves out options for TPUs: "
+        hint = "--set sparse_cores=0 leaves out options for TPUs: "
     elif re.search("pallas|mosaic|triton", text.lower()):
-        cure = "--set kernels=plain runs without kernels: "
-    raise UserError(f"{key} cannot be compiled: {cure}{text}")
+        hint = "--set kernels=plain runs without kernels: "
+    raise UserError(f"{key} cannot be compiled: {hint}{text}")
 
 
 def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
-    """Run every program once on zeros, so that first-call costs are outside the clock. The devices
-    make the zeros, for one program after the other: they never hold more than in training."""
+    """Run every program once on zeros, so that first-call costs are outside the clock."""
     every = programs(cfg, mesh, kernels)
     for key, program in compiled.items():
-        likes = every[key].args
-        make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), likes)
-        jax.block_until_ready(program(*born(make, likes)()))
+        layout = every[key].args
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), layout)
+        jax.block_until_ready(program(*created_sharded(zeros, layout)()))
 
 
-# ---- Layout: how arrays are distributed over the devices ----------------------------------------
+# ---- Programs: arguments and results of each step, and their layout ------------------------------
 
-# A layout is a pytree of shapes, dtypes and shardings. It describes arrays that need not exist.
+# A layout is a pytree of jax.ShapeDtypeStruct: shapes, dtypes and shardings without arrays.
 
 
 def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
@@ -5516,9 +5503,8 @@ def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def born(make: Callable, layout) -> Callable:
-    """Return `make`, jitted so that its results are created in this layout: no device ever holds
-    more than its shards."""
+def created_sharded(make: Callable, layout) -> Callable:
+    """Return `make`, jitted so that devices create only their shards of its results."""
     shardings = jax.tree.map(lambda x: x.sharding, layout)
     return jax.jit(make, out_shardings=shardings)
 
@@ -5537,24 +5523,22 @@ def abstract_state(cfg: Config, mesh: Mesh):
 
 
 def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """Return a jitted function seed -> training state. Its numbers do not depend on the number of
-    devices, except for the rows of zeros that pad parameters."""
+    """Return a jitted function seed -> training state, equal on any mesh except for padding."""
     layout = abstract_state(cfg, mesh)
 
     def state(seed):
         unpadded = init_state(cfg, seed)
         return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), unpadded, layout)
 
-    return born(state, layout)
+    return created_sharded(state, layout)
 
 
 def pad_rows(x, rows: int):
-    """Return `x` with zeros after it, up to `rows` rows."""
-    lacking = rows - len(x)
-    if lacking == 0:
+    """Return `x`, padded with zeros to `rows` rows."""
+    if len(x) == rows:
         return x
     other_axes = [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, [(0, lacking), *other_axes])
+    return jnp.pad(x, [(0, rows - len(x)), *other_axes])
 
 
 @functools.cache
@@ -5565,15 +5549,15 @@ def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
     banks = updated(cfg, "anvil")
 
     def like(path, x):
-        is_bank = path[0].key in banks
-        return abstract(mesh, x.shape, x.dtype, *((AXIS,) if is_bank else ()))
+        axes = [AXIS] if path[0].key in banks else []
+        return abstract(mesh, x.shape, x.dtype, *axes)
 
     return jax.tree.map_with_path(like, shapes)
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
     """Return a jitted function (parameters, seed) -> first_copies."""
-    return born(functools.partial(first_copies, cfg), abstract_copies(cfg, mesh))
+    return created_sharded(functools.partial(first_copies, cfg), abstract_copies(cfg, mesh))
 
 
 def first_copies(cfg: Config, params, seed):
@@ -5584,20 +5568,16 @@ def first_copies(cfg: Config, params, seed):
     return copies
 
 
-# ---- Programs: arguments and results of each step ------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Program:
-    """A step function, and everything that is needed to compile it for a mesh. The devices of the
-    mesh need not exist."""
+    """Everything that is needed to compile a step for a mesh of devices, which need not exist."""
 
     name: str  # shown in the log and in traces
     mesh: Mesh
     step: Callable
     get_args: Callable  # returns the layout of the arguments
-    out: tuple  # PartitionSpec of each result; one for all arrays if the result is a pytree
-    donates: tuple = ()  # numbers of the arguments whose memory the results may take
+    out: tuple  # PartitionSpec of each result; a result that is a pytree may have only one
+    donates: tuple = ()  # numbers of the arguments whose memory the results may reuse
     options: dict = dataclasses.field(default_factory=dict)  # for the compiler
 
     @functools.cached_property
@@ -5607,10 +5587,9 @@ class Program:
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
-        """The step as JAX traces it, once: that takes seconds."""
-        in_specs = jax.tree.map(lambda x: x.sharding.spec, self.args)
-        specs = {"mesh": self.mesh, "in_specs": in_specs, "out_specs": self.out}
-        step = shard_map(self.step, check_vma=False, **specs)
+        """The step as JAX traces it, which takes seconds."""
+        specs = {"in_specs": specs_of(self.args), "out_specs": self.out}
+        step = shard_map(self.step, mesh=self.mesh, check_vma=False, **specs)
         step.__name__ = self.name
         step = jax.jit(step, donate_argnums=self.donates, compiler_options=self.options)
         return step.trace(*self.args)
@@ -5629,43 +5608,44 @@ class Program:
         return jax.tree.map(with_sharding, self.out, self.traced.out_info)
 
 
+def specs_of(layout):
+    """Return the PartitionSpec of each array in a layout."""
+    return jax.tree.map(lambda x: x.sharding.spec, layout)
+
+
 @functools.cache
-def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
-    """Return all programs of a run by key: gradients, then updates, in the order of their first
-    use, then "finish" and "eval". Nothing is traced yet."""
+def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
+    """Return all programs of a run: key (Gradients, Update, "finish" or "eval") -> Program, in the
+    order of their first use. Nothing is traced yet."""
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
     built = {}
+    of_stage = {}  # one program of gradients per stage
 
     def add(key, step: Callable, get_args: Callable, out: tuple, donates=()):
         built[key] = Program(str(key), mesh, step, get_args, out, donates, options)
-
-    def specs(layout):
-        return jax.tree.map(lambda x: x.sharding.spec, layout)
 
     def model_args(key) -> tuple:
         batch = abstract_batch(cfg, mesh, *batch_shape(cfg, key))
         return copies, state["params"].get(NGRAMS), batch
 
-    of_stage = {}  # a program of gradients for each stage
     for key in keys_of_steps(cfg):
         if isinstance(key, Gradients):
             step = functools.partial(grads_step, cfg, kernels, cfg.stages[key.stage])
             add(key, step, functools.partial(model_args, key), (P(AXIS), P(), P()))
             of_stage[key.stage] = built[key]
-    for key in keys_of_steps(cfg):
-        if isinstance(key, Update):
+        else:
             update = update_step
             if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
                 update = tied_update
             step = functools.partial(update, cfg, kernels)
             get_args = functools.partial(update_args, cfg, mesh, key, of_stage)
             changed = {name: copies[name] for name in updated(cfg, key.kind) if name != NGRAMS}
-            add(key, step, get_args, (specs(state), specs(changed), P()), donates=(0,))
+            add(key, step, get_args, (specs_of(state), specs_of(changed), P()), donates=(0,))
     changed = {name: x for name, x in copies.items() if name != "signs"}
-    step = functools.partial(finish_step, cfg)
-    add("finish", step, lambda: (state,), (specs(state), specs(changed)), donates=(0,))
+    out = specs_of(state), specs_of(changed)
+    add("finish", functools.partial(finish_step, cfg), lambda: (state,), out, donates=(0,))
     step = functools.partial(eval_step, cfg, kernels)
     add("eval", step, functools.partial(model_args, "eval"), (P(), P()))
     return built
@@ -5676,7 +5656,7 @@ def keys_of_steps(cfg: Config) -> list[Gradients | Update]:
     return list(dict.fromkeys(itertools.chain(*schedule(cfg).programs)))
 
 
-def batch_shape(cfg: Config, key: Gradients | str) -> tuple[int, int, int]:
+def batch_shape(cfg: Config, key: Gradients | str) -> tuple:
     """Return (rows, tokens per row, candidates per row) of the batches of a program."""
     if key == "eval":
         return cfg.val_batch // cfg.val_row, cfg.val_row, 0
@@ -5685,8 +5665,7 @@ def batch_shape(cfg: Config, key: Gradients | str) -> tuple[int, int, int]:
 
 
 def update_args(cfg: Config, mesh: Mesh, update: Update, of_stage: dict) -> tuple:
-    """Return the layout of the arguments of an update. The accumulated gradients are results of the
-    programs in `of_stage`, stage -> one of its Programs."""
+    """Return the layout of the arguments of an update. `of_stage` is from programs."""
     any_stage = min(of_stage)  # only gradients of the n-gram table differ between stages
     stages = update.stages or (any_stage,) * update.steps
     grads = [of_stage[stage].results[0] for stage in stages]
@@ -5719,23 +5698,19 @@ def abstract_batch(cfg: Config, mesh: Mesh, b: int, t: int, count: int) -> Batch
     return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
 
 
-# ---- Collectives: what Part I says plainly, arranged for XLA -----------------------------------
+# ---- Collectives: the all-gather and reduce-scatter of Part I, arranged for XLA ------------------
 
 
 def gather_banks(cfg: Config, copies, after):
-    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
-    with whole banks, a function that reduce-scatters the gradients of these).
-
-    XLA starts a collective as early as it can, and needs its result as late as it can. The barrier
-    starts these with `after`, the first input of the model. MLPs are gathered one matrix of each
-    device at a time: the first layers need not wait for all of them. A gathered bank is a list of
-    matrices, see matrices_of. (update_step gathers the tables: it has little computation that could
-    hide that.)"""
+    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): return (`after`,
+    copies with full banks as lists of matrices, function that reduce-scatters their gradients).
+    XLA starts collectives as early as it can. The barrier delays the start until `after`, the
+    model's first input, is ready. The MLP bank is gathered in pieces, one matrix per device, so
+    that the first layers need not wait for all of it."""
     banks = {name: copies[name] for name in copies if name in updated(cfg, "anvil")}
     after, banks = lax.optimization_barrier((after, banks))
 
-    def gather(name, bank):
-        """The matrices of all devices, in their order in the whole bank."""
+    def gather(name, bank):  # returns the matrices in the order of the full bank
         pieces = matrices_of(bank) if name == "mlp_bank" else [bank]
         gathered = [matrices_of(GATHER(piece)) for piece in pieces]
         by_device = zip(*gathered, strict=True)
@@ -5744,21 +5719,20 @@ def gather_banks(cfg: Config, copies, after):
     def gather_all(banks):
         return {name: gather(name, bank) for name, bank in banks.items()}
 
-    gathered, transpose = jax.vjp(gather_all, banks)  # that of all-gather is reduce-scatter
+    gathered, transpose = jax.vjp(gather_all, banks)  # all-gather transposes to reduce-scatter
     return after, copies | gathered, lambda grads: transpose(grads)[0]
 
 
 @jax.custom_vjp
 def matrices_of(bank):
-    """A list of the matrices [1, rows, d] of a bank, whose gradients join_matrices puts together.
-    XLA would pad those of slices to the whole bank, and add them."""
+    """Return the matrices [1, rows, d] of a bank. XLA would pad the gradients of slices to the full
+    bank and add them; join_matrices does not."""
     return lax.split(bank, (1,) * len(bank))
 
 
 def join_matrices(_, grads):
-    """The gradient of a bank. An NVIDIA GPU copies each matrix while others are computed. There a
-    concatenation would be one kernel at the end, which looks up the matrix for each number: 0.2 ms
-    more in the longest step, calculated from pieces timed on an H100 (records/NOTES.md)."""
+    """Return the gradient of a bank. On GPUs each matrix is copied while others are computed, which
+    saves 0.2 ms per step (calculated)."""
     if compiled_for() != "gpu":
         return (lax.concatenate(grads, 0),)
     bank = lax.empty((len(grads), *grads[0].shape[1:]), grads[0].dtype)
@@ -5770,138 +5744,136 @@ def join_matrices(_, grads):
 matrices_of.defvjp(lambda bank: (matrices_of(bank), None), join_matrices)
 
 
-# A v6e's SparseCores send a reduce-scatter beside other work if its result has at most SENT_BYTES
-# and a multiple of SENT_ROWS rows. This is read from compiled programs, not measured on a TPU.
-SENT_BYTES = 13e6
-SENT_ROWS = 32
-
-
 def reduce_scatter(arrays: tuple, dtype):
-    """lax.psum_scatter of the sum of `arrays` [rows, d], added in float32 and rounded to `dtype`:
-    this device's rows of the sum over all. Rows are added where the devices do not divide them. It
-    goes in the fewest parts that the SparseCores can send; in one piece, if no split into up to
-    eight parts fits them. Each part is added up separately, as cutting the whole sum would take
-    another pass over memory (predicted: 0.2 s of a run on a v6e-8, records/NOTES.md)."""
+    """Return this device's rows of the sum of `arrays` [rows, d] over all devices, padded to a
+    multiple of the devices. Sums are float32, rounded to `dtype` before they are sent, in the
+    fewest parts, up to eight, that the SparseCores can send; in one part if none fit. Slicing the
+    full sum would take one more pass over memory (predicted: 0.2 s of a run on a v6e-8)."""
     devices = lax.axis_size(AXIS)
     rows = -(-len(arrays[0]) // devices)
     row_bytes = arrays[0][0].size * dtype.itemsize
 
     def fits(parts: int) -> bool:
-        divides = rows % (SENT_ROWS * parts) == 0
-        return divides and rows // parts * row_bytes <= SENT_BYTES
+        # A v6e's SparseCores send up to 13 MB and multiples of 32 rows (from compiled programs).
+        return rows % (32 * parts) == 0 and rows // parts * row_bytes <= 13e6
 
     parts = next(filter(fits, range(1, 9)), 1)
 
-    def cut(x):
+    def split(x):
         return pad_rows(x, rows * devices).reshape(devices, parts, -1, *x.shape[1:])
 
     def total(part: int):
-        return sum(cut(x)[:, part].astype(jnp.float32) for x in arrays).astype(dtype)
+        return sum(split(x)[:, part].astype(jnp.float32) for x in arrays).astype(dtype)
 
     sums = [lax.psum_scatter(total(part), AXIS) for part in range(parts)]
     return jnp.concatenate(sums)
 
 
-# ---- The choice: which kernels serve a run -----------------------------------------------------
+# ---- Kernels of a run: choose them, and check them on the hardware -------------------------------
 
 
-def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """(the Kernels for a run on such devices, which these are and why: a line for the log)."""
+def choose_kernels(cfg: Config, device) -> tuple[Kernels, str]:
+    """Return (the kernels that the model calls on such devices, a line about them for the log)."""
     if cfg.kernels == "plain":
         return PLAIN, "plain, as asked for"
-    serving, reason = serving_kernels(cfg, device)
-    if cfg.kernels == "auto":
-        return serving, reason
-    kernels = PLAIN._replace(**{name: getattr(serving, name) for name in cfg.kernels.split(",")})
-    return kernels, f"{kernel_names(kernels)}; asked for: {cfg.kernels}; auto: {reason}"
-
-
-def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """(the Kernels that serve a run on such devices, their names and why attention is plain). Only
-    those that the model calls are chosen. Where a condition fails, the plain form does the work."""
     backend = device.platform
+    why = why_no_kernels(cfg, device)
+    why_plain = why or why_plain_attention(cfg, device)
     chosen = {}
-    if cfg.logit_cap[0]:  # else sums of exponentials would need a maximum
+    if cfg.logit_cap[0]:  # otherwise the sums of exponentials would need a maximum
         chosen["cross_entropy"] = fused_cross_entropy
-    why = unserved(cfg, device)
-    if backend == "gpu" and not why and cfg.dtype == jnp.bfloat16:
-        if cfg.logit_cap[0]:
+        if backend == "gpu" and not why and cfg.dtype == jnp.bfloat16:
             chosen["cross_entropy"] = functools.partial(fused_cross_entropy, in_rows=True)
     if backend == "tpu" and not why:
         chosen["add_rows"] = add_rows_tpu
         if cfg.layers_with("mudd"):
             chosen["blend"] = blend_tpu
-    why = why or unserved_attention(cfg, device)
-    if not why and backend == "tpu":
+    if backend == "tpu" and not why_plain:
         chosen["attend"] = attend_tpu
-    elif not why:
+    elif not why_plain:
         attend = functools.partial(attend_gpu, tiles_for(cfg, device))
         chosen["attend"] = functools.partial(attend_heads, attend)
     kernels = PLAIN._replace(**chosen)
     reason = kernel_names(kernels)
-    if why:
-        reason += f"; plain attention: {why}"
+    if why_plain:
+        reason += f"; plain attention: {why_plain}"
+    if cfg.kernels != "auto":
+        named = {name: getattr(kernels, name) for name in cfg.kernels.split(",")}
+        kernels = PLAIN._replace(**named)
+        reason = f"{kernel_names(kernels)}; asked for: {cfg.kernels}; auto: {reason}"
     return kernels, reason
 
 
 def kernel_names(kernels: Kernels) -> str:
-    """The fields that are not the plain forms, as `--set kernels=` takes them."""
+    """Return the fields that are not plain forms, as in `--set kernels=`."""
     pairs = zip(Kernels._fields, kernels, PLAIN, strict=True)
     return ",".join(name for name, kernel, plain in pairs if kernel is not plain) or "plain"
 
 
-def unserved(cfg: Config, device) -> str:
-    """Why no kernel of Pallas serves a run on such devices; "" if they may. v5e, v6e, TPUs that
-    are not known here, and NVIDIA GPUs since Ampere have them."""
-    kind = device.device_kind
-    rows = [cfg.val_row, *(stage.row_tokens for stage in cfg.stages)]
-    uneven = [row for row in rows if row % 128]
-    if device.platform == "tpu":
-        if re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", kind):
-            return f"a {kind} has no 128 MiB of VMEM"
-        if cfg.width % LANES:
-            return f"tiles of {LANES} columns do not fill a width of {cfg.width}"
-    elif device.platform == "gpu":
-        if capability(device) < 8:
-            return "no compute capability of 8.0 or more"
-    else:
-        return f"there are no kernels for a {device.platform}"
-    if uneven:
-        return f"tiles of 128 tokens do not fill rows of {uneven[0]}"
+def why_no_kernels(cfg: Config, device) -> str:
+    """Return why no Pallas kernel can be used on such devices, or ""."""
+    backend = device.platform
+    if backend not in ("tpu", "gpu"):
+        return f"there are no kernels for a {backend}"
+    if backend == "gpu" and capability(device) < 8:
+        return "no compute capability of 8.0 or more"
+    if re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", device.device_kind):
+        return f"a {device.device_kind} has no 128 MiB of VMEM"
+    if backend == "tpu" and cfg.width % LANES:
+        return f"the width of {cfg.width} is not a multiple of {LANES}"
+    for row in (cfg.val_row, *(stage.row_tokens for stage in cfg.stages)):
+        if row % 128:
+            return f"rows of {row} tokens are not a multiple of 128"
     return ""
 
 
-def unserved_attention(cfg: Config, device) -> str:
-    """Why the kernels of attention do not serve a run where others may; "" if they do."""
+def why_plain_attention(cfg: Config, device) -> str:
+    """Return why attention kernels cannot be used where other kernels can, or ""."""
     h = cfg.head_width
     if not cfg.layers_with("attends"):
         return "no layer attends"
     if not (cfg.still and cfg.qk_norm) or cfg.shared:
-        return "kernels norm queries and keys, turn half of them, and share none"
+        return "kernels need QK norm, half rotation, and heads that share no keys"
     if device.platform == "gpu":
         if cfg.dtype != jnp.bfloat16:
             return f"kernels compute in bfloat16, not in {cfg.compute_dtype}"
         if h not in (32, 64, 128):
-            return f"tiles do not fit heads {h} wide, and half of it"
+            return f"kernels need heads of width 32, 64 or 128, not {h}"
     else:
         if h != LANES or cfg.heads % 2:
-            return f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
+            return f"kernels need an even number of heads of width {LANES}, not {cfg.heads} of {h}"
         windows = [*cfg.val_windows, *itertools.chain(*(stage.windows for stage in cfg.stages))]
         longest_row = max(cfg.val_row, *(stage.row_tokens for stage in cfg.stages))
         window = min(max(windows), longest_row)
-        plan = Plan(Heads(cfg.heads, h, h, window, offset=True), BLOCK)
-        if plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * RING_SHARE:
-            return f"a window of {window} of width {cfg.width} does not fit the VMEM"
+        plan = plan_for(Heads(cfg.heads, h, h, window, offset=True), BLOCK)
+        if plan.ring_bytes(cfg.dtype) > 0.7 * KERNEL_VMEM:  # the rest is for blocks
+            return f"a window of {window} tokens of width {cfg.width} does not fit in VMEM"
     score = np.max(schedule(cfg).hyper.scales * (h // 2, h))  # of normed q and k
     if score > MAX_SCORE:
         return f"scores up to {score:.0f} could overflow without a running maximum"
     return ""
 
 
-# ---- The check: kernels against their plain forms, on the hardware of the run ------------------
-
-
-ROUNDING = float(jnp.finfo(jnp.bfloat16).eps) / 2  # relative error of one rounding
+def check_kernels(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable) -> tuple[Kernels, str]:
+    """Return (`kernels` except those that fail a Trial on this process's first device, an addition
+    to the log's line about them). CPUs are not checked. Raise UserError for a failure if the
+    settings name the kernels, or if several hosts must use the same kernels."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return kernels, ""
+    names = kernel_names(kernels).split(",")
+    tried = [trial for trial in trials(cfg) if trial.field in names]
+    with ThreadPoolExecutor(cpu_cores()) as pool:
+        results = list(pool.map(lambda trial: failure(trial, cfg, kernels), tried))
+    failures = {trial.field: text for trial, text in zip(tried, results, strict=True) if text}
+    if not any(from_all(len(failures))):
+        return kernels, ""
+    kernels = kernels._replace(**{field: getattr(PLAIN, field) for field in failures})
+    line = "; ".join(failures.values())
+    may_leave_out = cfg.kernels == "auto" and jax.process_count() == 1
+    hint = f"use --set kernels={kernel_names(kernels)}"
+    need(may_leave_out, f"kernels are wrong here, or on another host: {line}: {hint}")
+    say(f"WARNING: WRONG KERNELS ARE LEFT OUT: {line}")
+    return kernels, f"; LEFT OUT: {line}"
 
 
 class Trial(NamedTuple):
@@ -5914,10 +5886,9 @@ class Trial(NamedTuple):
 
 
 def trials(cfg: Config) -> Iterator[Trial]:
-    """Yield one Trial per kernel, and for attention one per kind of layer. Windows are those of the
-    largest batch. There are as many rows as in the largest micro-batch, each two windows long.
-    Documents start around the edge of a block, and 32 tokens earlier in each following row. Two of
-    them have one token, and one is longer than a window."""
+    """Yield one Trial per kernel, and for attention one per kind of layer. Rows are two windows
+    long, and their number is from the largest micro-batch. Documents start around the edge of a
+    block, 32 tokens earlier in each following row. One is longer than a window."""
     number, stage = max(enumerate(cfg.stages), key=lambda pair: pair[1].batch_tokens)
     window_blocks = -(-max(stage.windows) // BLOCK)
     t = min(stage.row_tokens, 2 * window_blocks * BLOCK)
@@ -5933,11 +5904,10 @@ def trials(cfg: Config) -> Iterator[Trial]:
 
     def run_attend(heads, kernel, qkv, x, *gates_of_heads):
         added_gates, xsa, gates = (1 + x_btn / 4 for x_btn in gates_of_heads)
-        kind = 1 if heads.offset else 0  # long layers have it; the others' rotation does as well
-        freqs, _ = yarn(cfg)[number]
+        freqs = yarn(cfg)[number][0][int(heads.offset)]  # long layers have the offset
         # Scores have a standard deviation of 3, so that every key matters to some query.
         scale = jnp.float32(3 / math.sqrt(heads.qk_width))
-        inputs = HeadInputs((x, added_gates), xsa, gates, segments_bt, freqs[kind], scale)
+        inputs = HeadInputs((x, added_gates), xsa, gates, segments_bt, freqs, scale)
         return kernel(heads, qkv, inputs)
 
     def run_cross_entropy(kernel, x, head):
@@ -5961,9 +5931,40 @@ def trials(cfg: Config) -> Iterator[Trial]:
     yield Trial("blend", run_blend, streams, [(b, t, 7, 2 * n)])
 
 
+def failure(trial: Trial, cfg: Config, kernels: Kernels) -> str:
+    """Return how a kernel fails a Trial, or "". Raise the device's error if its memory is full.
+
+    Errors against the plain form in float32 must be within four times the largest error of the
+    plain form in bfloat16, or within four roundings if that is more. Each half of a head has its
+    own limit, so that an error in one head is not averaged away."""
+    kernel, plain = (getattr(each, trial.field) for each in (kernels, PLAIN))
+    try:
+        results = trial_results(trial, kernel, cfg.dtype)
+    except Exception as error:  # compilers raise many types
+        text = " ".join(str(error).split())
+        on_chip = re.search("memory space [vs]mem|[Ss]hared memory", text)  # a core's own memory
+        if isinstance(error, MemoryError) or ("RESOURCE_EXHAUSTED" in text and not on_chip):
+            raise
+        return f"{trial.field} cannot run ({text})"
+    with jax.default_matmul_precision("highest"):
+        expected = trial_results(trial, plain, jnp.float32)
+    rounded = trial_results(trial, plain, jnp.bfloat16)
+    columns = cfg.head_width // 2
+    one_rounding = float(jnp.finfo(jnp.bfloat16).eps) / 2
+    for number, (x, exact, near) in enumerate(zip(results, expected, rounded, strict=True)):
+        largest = np.max(token_errors(near, exact, columns), axis=0)
+        limits = 4 * np.maximum(largest, one_rounding)
+        off = np.max(token_errors(x, exact, columns) / limits, axis=1)
+        token = np.argmax(off)  # the first NaN, if any
+        if not off[token] <= 1:
+            times_limit = f"{off[token]:.2g} times the allowed error"
+            return f"{trial.field} has {times_limit} in result {number}, token {token}"
+    return ""
+
+
 def trial_results(trial: Trial, kernel: Callable, dtype) -> list[np.ndarray]:
-    """Return the output of a kernel in this `dtype`, and its gradients for a random gradient of the
-    output. Inputs are random too, and rounded to bfloat16, so that they are equal in any dtype."""
+    """Return the output of a kernel and its gradients. Inputs and the gradient of the output are
+    random numbers that bfloat16 can represent, so that they are equal in any `dtype`."""
 
     def both():
         count = len(trial.shapes)
@@ -5974,15 +5975,15 @@ def trial_results(trial: Trial, kernel: Callable, dtype) -> list[np.ndarray]:
         y_grad = jax.random.normal(jax.random.key(len(shapes)), y.shape).astype(jnp.bfloat16)
         return y, transpose(y_grad.astype(y.dtype))
 
-    # XLA may not skip roundings: what_is_wrong measures their errors.
+    # XLA must not skip roundings, as `failure` measures their errors.
     results = jax.jit(both, compiler_options={"xla_allow_excess_precision": False})()
     return [np.atleast_1d(np.asarray(x, np.float32)) for x in jax.tree.leaves(results)]
 
 
 def token_errors(x, exact, columns: int) -> np.ndarray:
-    """Return the errors [tokens, groups] of `x` [..., features]. A group is `columns` adjacent
-    features, or one feature if they cannot be divided so. An error is the norm of the difference,
-    relative to the token's own norm or, if that is larger, to the RMS of all tokens' norms."""
+    """Return the errors [tokens, groups] of `x` [..., features], in groups of `columns` features if
+    possible: norms of the differences, relative to the token's norm or, if that is larger, to the
+    RMS of all tokens' norms."""
     group = columns if exact.shape[-1] % columns == 0 else 1
     x, exact = (y.reshape(-1, y.shape[-1] // group, group) for y in (x, exact))
     error, norms = (np.linalg.norm(y, axis=-1) for y in (x - exact, exact))
@@ -5990,77 +5991,13 @@ def token_errors(x, exact, columns: int) -> np.ndarray:
     return error / np.maximum(np.maximum(norms, rms), 1e-30)
 
 
-def what_is_wrong(trial: Trial, cfg: Config, kernels: Kernels) -> str:
-    """Return what is wrong with a kernel in a Trial, or "". Every error against the plain form in
-    float32 must be within four times the largest error of the plain form in bfloat16, or within
-    four roundings if that is more: kernels add up and round in another order. Each half of a head
-    has its own limit, so that an error in one head is not averaged away. Raise the device's error
-    if its memory is full: this is no fault of the kernel."""
-    kernel, plain = (getattr(each, trial.field) for each in (kernels, PLAIN))
-    try:
-        results = trial_results(trial, kernel, cfg.dtype)
-    except Exception as error:  # of any kind: a compiler may raise it
-        text = " ".join(str(error).split())
-        on_chip = re.search("memory space [vs]mem|[Ss]hared memory", text)  # a core's own memory
-        if isinstance(error, MemoryError) or ("RESOURCE_EXHAUSTED" in text and not on_chip):
-            raise
-        return f"{trial.field} cannot run ({text})"
-    with jax.default_matmul_precision("highest"):
-        expected = trial_results(trial, plain, jnp.float32)
-    rounded = trial_results(trial, plain, jnp.bfloat16)
-    columns = cfg.head_width // 2
-    for number, (x, exact, near) in enumerate(zip(results, expected, rounded, strict=True)):
-        largest = np.max(token_errors(near, exact, columns), axis=0)
-        limits = 4 * np.maximum(largest, ROUNDING)
-        off = np.max(token_errors(x, exact, columns) / limits, axis=1)
-        token = np.argmax(off)  # the first NaN, if there is one
-        if not off[token] <= 1:
-            place = tuple(map(int, np.unravel_index(token, x.shape[:-1])))
-            what = f"{off[token]:.2g} times the allowed error"
-            return f"{trial.field} has {what} in result {number} at {place}"
-    return ""
-
-
-def wrong_kernels(cfg: Config, kernels: Kernels) -> dict[str, str]:
-    """{field: what is wrong} of kernels that cannot run on this process's first device, or whose
-    results and gradients are not those of their plain forms."""
-    chosen = kernel_names(kernels).split(",")
-    tried = [trial for trial in trials(cfg) if trial.field in chosen]
-    with ThreadPoolExecutor(cpu_cores()) as pool:
-        reasons = list(pool.map(lambda trial: what_is_wrong(trial, cfg, kernels), tried))
-    return {trial.field: why for trial, why in zip(tried, reasons, strict=True) if why}
-
-
-def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, str]:
-    """pick_kernels, without those that are wrong where the run is; on CPUs tests have tried them.
-    UserError if the run names its kernels, or has several hosts, which must have the same."""
-    device = mesh.devices.flat[0]
-    kernels, reason = pick_kernels(cfg, device)
-    if device.platform == "cpu":
-        return kernels, reason
-    wrong = wrong_kernels(cfg, kernels)
-    if not any(from_all(len(wrong))):
-        return kernels, reason
-    kernels = kernels._replace(**{field: getattr(PLAIN, field) for field in wrong})
-    line = f"wrong here, or on another host: {'; '.join(wrong.values())}"
-    cure = f"use --set kernels={kernel_names(kernels)}"
-    alone = cfg.kernels == "auto" and jax.process_count() == 1
-    need(alone, f"kernels that are {line}: {cure}")
-    say(f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}")
-    return kernels, f"{reason}; LEFT OUT: {line}"
-
-
-# ---- Updates of the n-gram table in parts --------------------------------------------------------
-
-# Sums in float32, and the rows read from the table, take several times the memory of the gradients.
+# ---- Updates of the n-gram table in parts, with less memory --------------------------------------
 
 
 def update_in_parts(update: Callable, state: tuple, ids, order, grads: list, sizes: tuple):
-    """Fold update(state, ids, gradients, count) -> state over parts of the ascending `ids`.
-
-    `order` has the position of each id in the concatenation of `grads`, the gradients [n, d] of
-    several steps. `sizes` has the ids per part, and how often an id can occur at most: equal ids
-    stay in one part."""
+    """Fold update(state, ids, gradients, count) -> state over parts of the ascending `ids`. `order`
+    has the position of each id in the concatenation of `grads`, the gradients [n, d] of several
+    steps. `sizes`: ids per part, and how often an id can occur at most."""
     at_once, most_equal = sizes
     size = at_once + most_equal - 1  # of the longest part
     padded_ids = jnp.pad(ids, (0, size), constant_values=len(state[0]))
@@ -6073,18 +6010,13 @@ def update_in_parts(update: Callable, state: tuple, ids, order, grads: list, siz
         part_grads = rows_of_steps(grads, part_order)
         return update(state, part_ids, part_grads, count), None
 
-    after, _ = lax.scan(update_next, state, parts_of_sorted(ids, at_once))
-    return after
-
-
-def parts_of_sorted(ids, at_once: int) -> tuple:
-    """Split ascending `ids` after every `at_once` of them, or later to keep equal ids together;
-    return the first position and the length of each part, int32 [parts] each."""
+    # A part ends after `at_once` ids, or later to keep equal ids together.
     last = np.arange(at_once, len(ids) + at_once, at_once) - 1
     last = np.minimum(last, len(ids) - 1)
     ends = jnp.searchsorted(ids, ids[last], side="right")
     firsts = jnp.pad(ends[:-1], (1, 0))
-    return firsts, ends - firsts
+    after, _ = lax.scan(update_next, state, (firsts, ends - firsts))
+    return after
 
 
 def rows_of_steps(grads: list, places):
@@ -6106,12 +6038,9 @@ SCORE_BYTES = 2**28  # of the float32 scores that attend_band computes at a time
 
 
 def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Return attend_plain's result [b, t, n, h], computing only the scores of a band.
-
-    Each block of queries attends to its own keys and those of the block before it, so the cost
-    grows with t * window. Blocks whose scores take up to SCORE_BYTES are computed together. If
-    there are more, groups of blocks follow one after the other, and the backward pass recomputes
-    their scores."""
+    """Return attend_plain's result [b, t, n, h] at a cost that grows with t * window: blocks of
+    queries attend to their own keys and the keys of the block before. If all scores exceed
+    SCORE_BYTES, groups of blocks are computed in turn, and again in the backward pass."""
 
     def attend(block: tuple):
         q, k, v, mask = block
@@ -6121,10 +6050,8 @@ def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
         return jnp.einsum("nts,snh->tnh", probs, v)
 
     blocks = band(q_btnh, k_btnh, v_btnh, segments_bt, window)
-    _, _, _, mask = blocks
-    count, _, queries, keys = mask.shape
-    heads = q_btnh.shape[2]
-    together = max(1, SCORE_BYTES // (4 * heads * queries * keys))
+    count, _, queries, keys = blocks[3].shape
+    together = max(1, SCORE_BYTES // (4 * q_btnh.shape[2] * queries * keys))
     if count <= together:
         y = jax.vmap(attend)(blocks)
     else:
@@ -6133,15 +6060,13 @@ def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 
 
 def band_block(t: int, window: int) -> int:
-    """Return the number of queries per block: the smallest divisor of t that is at least the
-    window, or t."""
+    """Return the smallest divisor of t that is at least the window, or t: queries per block."""
     return next((n for n in range(max(window, 1), t) if t % n == 0), t)
 
 
 def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> tuple:
-    """Return blocks of queries [blocks, size, n, h] and, for each, all keys and values that its
-    window can reach [blocks, s, n, h], and the mask [blocks, 1, size, s]. A block of keys has the
-    block before it in front, unless there is only one block."""
+    """Return blocks of queries [blocks, size, n, h], the keys and values of each block and of the
+    block before, if any, [blocks, s, n, h], and masks [blocks, 1, size, s]."""
     t = segments_bt.shape[1]
     size = band_block(t, window)
     past = size if size < t else 0
@@ -6160,32 +6085,27 @@ ATTEND_PLAIN = functools.partial(attend_heads, attend_band)
 PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
 
 
-# ---- For all hardware: the loss with its own gradient, document starts -------------------------
+# ---- For any hardware: the loss with its own gradient, document starts -------------------------
 
 
 def squash(z, cfg: Config):
-    """tanh((z + b) / 2c), float32: a sigmoid is half of 1 + tanh of half."""
+    """Return tanh((z + b) / 2c), float32. The capped logit is a/2 (1 + squash)."""
     _, b, c = cfg.logit_cap
     return jnp.tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
 
 class Softmax(NamedTuple):
-    """What gradients of the loss take of a softmax over logits a/2 (1 + squash). Exponentials leave
-    out what cancels: that of an id is exp(a/2 squash)."""
+    """The softmax over capped logits. Exponentials are exp(a/2 squash), as exp(a/2) cancels."""
 
     slopes_tv: jax.Array  # derivatives of the exponentials by z, divided by a/4c, in x's dtype
-    sum_t: jax.Array  # float32, of a token's exponentials
-    squashed_targets: jax.Array  # float32 [t, targets], of their logits
+    sum_t: jax.Array  # float32 sum of a token's exponentials
+    squashed_targets: jax.Array  # float32 [t, targets], squash of the targets' logits
 
 
 def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
-    """(losses float32 [t, targets], Softmax). If `pointing`, the last target is `<copy>`, that of
-    all tokens.
-
-    In programs compiled for TPUs, all of this happens to a product while it is on the chip: no
-    float32 [t, v] goes to memory. The logits of the targets are computed a second time, from their
-    rows of the head. That is predicted to take two thirds of the time of picking them out of [t, v]
-    by comparison (records/NOTES.md). (For NVIDIA GPUs see loss_rows.)"""
+    """Return (losses float32 [t, targets], Softmax). If `pointing`, the last target of every token
+    is `<copy>`. XLA for TPUs fuses this with the matmul and stores no float32 [t, v]. Recomputing
+    the targets' logits is predicted to be faster than selecting them from [t, v]."""
     half = cfg.logit_cap[0] / 2
     z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
     squashed_tv = squash(z_tv, cfg)
@@ -6205,25 +6125,21 @@ def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
     return losses, Softmax(slopes_tv, sum_t, squashed_targets)
 
 
-def loss_gradients(softmax: Softmax, x_td, head_vd, targets, slopes, cfg: Config):
-    """Gradients of weighted losses: (x's [t, d] in its dtype, the head's [v, d] in float32).
-    `slopes` are from pointed_slopes: the weights and, if the last target is `<copy>`, the gradient
-    of its logit.
+def loss_gradients(softmax: Softmax, x_td, head_vd, targets, weights, copy_grad_t, cfg: Config):
+    """Return the gradients of the weighted losses: (x's [t, d] in its dtype, the head's [v, d] in
+    float32). `weights` (not negative) and `copy_grad_t` are from pointed_slopes.
 
-    The gradient of a logit z is the total weight of the token times the probability, minus the
-    weight of z as a target; and that times the slope of the cap, a/4c (1 - squash^2):
+    The gradient of a logit z is the token's total weight * probability, minus the weight of z as a
+    target, all times the slope of the cap, a/4c (1 - squash^2):
         a/4c weight / sum   *   (1 - squash^2) (exponential - target's weight * sum / weight)
-    The first factor is one for each token: it multiplies x, and x's gradient, in place of [t, v].
-    For ids that are no targets the second factor is what token_losses has stored. All of these are
-    rounded to x's dtype. In bfloat16 either result is then off by 0.3 % (relative norm,
-    tests/kernels). No weight may be negative."""
-    weights, copy_grad_t = slopes
+    The first factor, one number per token, is applied to x and to its gradient instead of to
+    [t, v]. If z is no target, the second factor is in Softmax. Factors are rounded to x's dtype."""
     a, _, c = cfg.logit_cap
     weight_t1 = jnp.sum(weights, axis=1, keepdims=True)
     sum_t1 = softmax.sum_t[:, None]
     scale_t1 = a / (4 * c) * weight_t1 / sum_t1
     sum_per_weight_t1 = sum_t1 / jnp.where(weight_t1 == 0, 1.0, weight_t1)
-    # Targets of a token that are equal have the sum of their weights: later ones write it again.
+    # Equal targets of a token all get the sum of their weights: each overwrites the previous one.
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
     squashed = softmax.squashed_targets
@@ -6244,28 +6160,20 @@ def loss_gradients(softmax: Softmax, x_td, head_vd, targets, slopes, cfg: Config
 
 
 def logit_gradients(grad_tv, x_td, head_vd):
-    """Gradients of x in its dtype, and of the head in float32, for those of the logits."""
+    """Return the gradients of x, in its dtype, and of the head, in float32."""
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
     return grad_tv @ head_vd, head_grad_vd
 
 
-class LossSlopes(NamedTuple):
-    """Gradients of a weighted sum of losses."""
-
-    losses: jax.Array  # [t, targets] for the losses of the softmax
-    copy_logit: jax.Array | None  # [t] for the logit of `<copy>`; None without a pointer
-
-
 def pointed_slopes(losses, weights, pointed) -> tuple:
-    """Return (LossSlopes of add_losses' weighted sum, its gradient for `pointed`).
+    """Return the gradients of add_losses' weighted sum for the softmax losses [t, targets], for the
+    logit of `<copy>` [t], and for `pointed`. Without a pointer they are the weights, None, None.
 
-    Without a pointer the slopes are the weights. With it they are weights for the losses of the
-    softmax that give the gradients of the mixture:
-        gradient of a logit with probability q = q * (sum of all slopes) - (its slope as a target)
-    For the logit of `<copy>` both terms are of the order 1 / (1 - q) and nearly cancel if q is near
-    1. So copy_logit is this gradient, computed without the difference."""
+    The gradient of a logit with probability q is q * (sum of a token's slopes) - (its slope as a
+    target). For the logit of `<copy>` both terms are of the order 1 / (1 - q) and nearly cancel if
+    q is near 1, so its gradient is computed without the difference."""
     if pointed is None:
-        return LossSlopes(weights, None), None
+        return weights, None, None
 
     def weighted(losses, pointed):
         return jnp.sum(mix_pointed(losses, pointed) * weights)
@@ -6274,24 +6182,20 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
     others_t = jnp.sum(slopes[:, :-1], axis=1)
     copy_loss_t = losses[:, -1]
     copy_grad_t = others_t * jnp.exp(-copy_loss_t) + slopes[:, -1] * jnp.expm1(-copy_loss_t)
-    return LossSlopes(slopes, copy_grad_t), pointed_grad
+    return slopes, copy_grad_t, pointed_grad
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
 def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, in_rows=False):
-    """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
-    logits would have to be either kept or computed again. Only the weighted sum has a gradient,
-    with respect to x and head, which have one dtype, and pointed. Without gradients, in validation,
-    it is the plain form.
-
-    `in_rows`: a kernel for NVIDIA GPUs processes the logits row by row (loss_rows). Without it, and
-    with a pointer, whose gradient needs the losses first, XLA does everything (token_losses,
-    loss_gradients)."""
+    """Return cross_entropy. The forward pass also computes the gradients, chunk by chunk, so that
+    logits are neither stored nor recomputed. Only the weighted sum has gradients, for x and head,
+    which share one dtype, and for `pointed`. Validation, without gradients, uses the plain form.
+    `in_rows` uses a kernel for NVIDIA GPUs, except with a pointer."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
 def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed, in_rows):
-    """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
+    """Return (fused_cross_entropy, its gradients for a cotangent of 1)."""
     in_rows = in_rows and pointed is None
 
     def add(carry, chunk):
@@ -6302,10 +6206,9 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
             x_grad_td, grad_vd = logit_gradients(grad_tv, x_td, head_vd)
             pointed_grad = None
         else:
-            pointing = pointed is not None
-            losses, softmax = token_losses(x_td, head_vd, targets, cfg, pointing)
-            slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
-            x_grad_td, grad_vd = loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg)
+            losses, softmax = token_losses(x_td, head_vd, targets, cfg, pointed is not None)
+            *slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
+            x_grad_td, grad_vd = loss_gradients(softmax, x_td, head_vd, targets, *slopes, cfg)
         totals = add_losses(totals, losses, weights, pointed)
         return (totals, head_grad_vd + grad_vd), (x_grad_td, pointed_grad)
 
@@ -6319,18 +6222,18 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
 
 
 def loss_tokens(cfg: Config) -> int:
-    """Tokens of a chunk of fused_cross_entropy, over the full vocabulary."""
+    """Return the tokens per chunk of fused_cross_entropy, over the full vocabulary."""
     most = 2**31 // cfg.vocab  # loss_rows counts logits in 32 bits
     return most if cfg.whole_loss == "always" else min(cfg.loss_chunk, most)
 
 
 def fused_cross_entropy_backward(cfg: Config, in_rows, gradients, cotangents):
-    """Gradients for x, head and pointed; targets and weights have none."""
+    """Return the gradients of x, head and pointed; targets and weights have none."""
     x_grad_td, pointed_grad, head_grad_vd, head_vd = gradients
     slope, _ = cotangents  # of the weighted sum
     grad = (slope * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
-    grad = lax.optimization_barrier(grad)  # or XLA would store it as float32
-    pointed_grad = jax.tree.map(lambda x: slope * x, pointed_grad)  # or there is none
+    grad = lax.optimization_barrier(grad)  # otherwise XLA would store it as float32
+    pointed_grad = jax.tree.map(lambda x: slope * x, pointed_grad)  # None without a pointer
     head_grad = (slope * head_grad_vd).astype(head_vd.dtype)
     return grad, head_grad, None, None, pointed_grad
 
@@ -6339,8 +6242,7 @@ fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_back
 
 
 def document_starts(segments_bt):
-    """The place in its row where the segment of each token begins (its document, or a part of it,
-    see segment_ids), int32 [b, t]."""
+    """Return the position in the row at which each token's segment begins, int32 [b, t]."""
     changes = segments_bt[:, 1:] != segments_bt[:, :-1]
     begins = jnp.pad(changes, ((0, 0), (1, 0)))
     tokens = jnp.arange(segments_bt.shape[1], dtype=jnp.int32)[None]
@@ -6348,35 +6250,25 @@ def document_starts(segments_bt):
 
 
 def flat(x):
-    """Arrays [..., d] as [t, d]."""
+    """Reshape [..., d] to [t, d]."""
     return x.reshape(-1, x.shape[-1])
 
 
-# ---- The launcher of kernels: Pallas with names ------------------------------------------------
+# ---- Running a kernel: Pallas with names -------------------------------------------------------
 
 # A Pallas kernel is a function that runs once per step of a grid. It gets references instead of
-# arrays: r.x[...] reads, and r.x[...] = y writes. For inputs and outputs they refer to one block
-# per step, selected by a pl.BlockSpec. Scratch memory keeps its contents from one step to the next.
-# Shapes in the comments next to operands are the shapes of references.
+# arrays: r.x[...] reads, and r.x[...] = y writes. A step has one block of every input and output,
+# selected by a pl.BlockSpec. Scratch memory keeps its contents from step to step. Shapes in the
+# comments next to operands are the shapes of references.
 
-from jax.experimental import pallas as pl  # here, since no section above uses it
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu  # only for TPU kernels
 
 KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM of a TPU core
 
 
-class Operands(NamedTuple):
-    """Operands of a kernel by name. `block_spec` is a function from an array to its pl.BlockSpec.
-    Instead of an array, a list of arrays or None is possible; references then are the same."""
-
-    inputs: dict  # name -> (array, block_spec)
-    outputs: dict  # name -> (array or jax.ShapeDtypeStruct with the output's shape, block_spec)
-    scratch_shapes: dict = {}  # name -> pltpu.VMEM(shape, dtype); uninitialized at first
-    scalars: dict = {}  # name -> array for scalar prefetch; index maps get this dict, too
-
-
 def as_one_block(x):
-    """Return the pl.BlockSpec that loads all of an array once, for all steps of a kernel."""
+    """Return the pl.BlockSpec that loads an array once, for all steps of a kernel."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
 
@@ -6386,24 +6278,28 @@ def compiled_for() -> str:
     return target.platform if target else jax.default_backend()
 
 
-def without_specs(operands: dict) -> tuple[OrderedDict, OrderedDict]:
-    """Split name -> (array, block_spec) into the arrays and their block specs. JAX would sort the
-    keys of a plain dict, and so change the order of the kernel's arguments."""
+def without_specs(operands: dict) -> tuple:
+    """Split name -> (array, block_spec) in two. (JAX would sort the keys of plain dicts.)"""
     arrays = OrderedDict((name, x) for name, (x, _) in operands.items())
     specs = OrderedDict((name, jax.tree.map(spec, x)) for name, (x, spec) in operands.items())
     return arrays, specs
 
 
-def run_kernel(name: str, grid: dict, operands: Operands, body: Callable, tiles=None, aliases=None):
-    """Call pl.pallas_call and return the outputs by name. `grid`: axis -> number of steps. `body`
-    gets one object with all references and the step on each axis. `aliases`: input_output_aliases.
+def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=None, aliases=None):
+    """Call pl.pallas_call and return the outputs: name -> array.
+
+    `grid` is axis -> number of steps. `inputs` and `outputs` are name -> (array, function from the
+    array to its pl.BlockSpec); outputs may be jax.ShapeDtypeStruct. Lists of arrays and None are
+    also possible. `scratch` is name -> pltpu.VMEM(shape, dtype), uninitialized. `scalars` is name
+    -> array for scalar prefetch, also passed to index maps. `body` gets one object with all
+    references and the step on each axis.
 
     With `tiles` Triton compiles for NVIDIA GPUs, without scratch memory and scalars, and steps have
     no order. Other kernels are for TPUs: steps run in order, the last axis fastest, and all blocks
     except as_one_block are double-buffered. On a CPU kernels are interpreted."""
     interpret = compiled_for() == "cpu"
-    arrays, in_specs = without_specs(operands.inputs)
-    shapes, out_specs = without_specs(operands.outputs)
+    arrays, in_specs = without_specs(inputs)
+    shapes, out_specs = without_specs(outputs)
 
     def kernel(scalars, inputs, outputs, scratch):
         steps = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
@@ -6416,116 +6312,84 @@ def run_kernel(name: str, grid: dict, operands: Operands, body: Callable, tiles=
     else:
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
-            # XLA would move arrays into VMEM ahead of some calls: libtpu compiles for each choice.
+            # XLA would move arrays to VMEM before some calls, and libtpu compile a kernel per case.
             in_hbm = functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
             arrays = jax.tree.map(in_hbm, arrays)
             shapes = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), shapes)
-    scratch = [OrderedDict(operands.scratch_shapes)]
     steps = tuple(grid.values())  # 1: the first argument, the dict of scalars, is prefetched
-    spec = pltpu.PrefetchScalarGridSpec(1, steps, [in_specs], out_specs, scratch)
+    spec = pltpu.PrefetchScalarGridSpec(1, steps, [in_specs], out_specs, [OrderedDict(scratch)])
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
     call = pl.pallas_call(kernel, shapes, input_output_aliases=aliases or {}, **how)
-    return dict(call(OrderedDict(operands.scalars), arrays))
+    return dict(call(OrderedDict(scalars), arrays))
 
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 
-# The forward and the backward pass each go through a row once, in blocks of BLOCK tokens, or fewer
-# that divide the row. Heads stay side by side as the projection computed them, [t, n h]. All costs
-# here are predicted from compiled kernels (records/NOTES.md); no kernel has run on a TPU. They
-# predict that with other attention kernels most time goes into transposing arrays to [n, t, h] and
-# into separate passes for QK norm and rotation. Here each block is normed and rotated once. Its
-# values and keys then stay in ring buffers in VMEM while a window can reach them (2 MiB for short
-# layers at a window of 640; 9 MiB with gradients in the backward pass).
+# Both passes go through a row once, in blocks of BLOCK tokens (or a smaller divisor of the row).
+# Heads stay side by side as the projection computed them, [t, n h]. Each block is normed and
+# rotated once. Its keys and values then stay in ring buffers in VMEM while a window can reach them.
+# Blocks without visible keys are skipped. No kernel has run on a TPU; by prediction JAX's splash
+# attention would take five to eight times as long (records/NOTES.md).
 #
 # Scores are [keys, queries]: numbers per query (sum, gate, start of the document) then form a row,
 # which is cheap to broadcast. Queries, values, outputs and all gradients are transposed in the
 # kernels, to [h, tokens]: QK norm, rotation, XSA and gates become a few sums over rows. QK norm
-# bounds the scores, so no running maximum is needed. Blocks without visible keys are skipped. The
-# hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
-#
-# JAX's splash attention has no norm, rotation or gates, so XLA runs them before and after it.
-# Together that is predicted to take five to eight times as long as these kernels.
+# bounds the scores, so no running maximum is needed. The hardware's tiles have 128 columns: one
+# wide head, or two narrow ones side by side.
 
 LOG2E = math.log2(math.e)  # scales the queries, since the hardware computes 2^x
 LANES = 128  # columns of a tile
 ONES = 16  # rows of ones below the values, so that one matmul also sums the weights
 # Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more).
-# Sums of 4096 exponentials then fit in float32, and no window that fits in VMEM is longer.
+# Sums of 4096 exponentials, more than of any window that fits in VMEM, then fit in float32.
 MAX_SCORE = 48.0
-RING_SHARE = 0.7  # of KERNEL_VMEM, for the ring; the rest is for blocks that are copied
 # Optional arrays [b, n, t] of a layer: gates of `added`, tanh of the XSA gates, output gates.
 OF_HEADS = "added_gates", "xsa", "gates"
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How the kernels tile the work of one layer."""
 
     heads: Heads
     block: int  # tokens
+    half: int  # heads that do not see each other's keys: all, or half of them if paired
+    reach: int  # distance in tokens to the earliest key that a query can see
+    slots: int  # blocks of keys that a block of queries can see, including its own
+    ring: int  # slots in the ring buffer of attend_tpu_backward
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> tuple:
         """Number of heads, width of a head in q and k, width in v, and tokens per block."""
         return self.heads.count, self.heads.qk_width, self.heads.v_width, self.block
 
     @property
-    def half(self) -> int:
-        """Number of heads that do not see each other's keys: all, or half of them if paired."""
-        return self.heads.count // (1 + self.heads.paired)
-
-    @property
-    def reach(self) -> int:
-        """Distance in tokens to the earliest key that a query can see."""
-        return -(-self.heads.window // (1 + self.heads.paired))
-
-    @property
-    def slots(self) -> int:
-        """Number of blocks of keys that a block of queries can see, including its own."""
-        return -(-self.reach // self.block) + 1
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
+    def pairs(self) -> list:
         """All (head c of the queries, head o of the keys) with scores: each of two paired heads
-        sees the keys of both. Pairs with o < half come first for their c, and so overwrite its
-        sums; pairs with c < half come first for their o."""
+        sees the keys of both. The first pair of each c has o < half; of each o, c < half."""
         n = self.heads.count
         return [(c, o) for c in range(n) for o in range(c % self.half, n, self.half)]
 
-    @property
-    def delay(self) -> int:
-        """Number of steps of the backward pass from the start of a block to finish_block."""
-        return self.slots + self.heads.offset
-
-    @property
-    def ring(self) -> int:
-        """Number of slots in the ring buffer of attend_tpu_backward."""
-        return self.delay + 1
-
     def ring_bytes(self, dtype) -> int:
-        """Bytes of VMEM for this ring buffer: three arrays of `dtype`, three of float32."""
+        """Return the bytes of VMEM for `ring`: three arrays of `dtype`, three of float32."""
         n, h, v, block = self.sizes
         numbers = self.ring * block * n * (2 * h + v)
         return numbers * (jnp.dtype(dtype).itemsize + 4)
 
-    def part(self, j: int) -> tuple[slice, slice]:
-        """Slices (keys in the block j before, queries in a block) of visible scores: all, or the
-        last half of the keys and the first half of the queries (a quarter of the scores). Most
-        windows of the record end in the middle of a block."""
+    def part(self, j: int) -> tuple:
+        """Return slices with all visible scores: (keys in the block j before, queries in a block).
+        They are halves if the window ends in the middle of the keys, as it often does."""
         half = self.block // 2
         if j and j * self.block - self.reach >= half:
             return slice(half, self.block), slice(0, half)
         return slice(0, self.block), slice(0, self.block)
 
     def name(self, direction: str) -> str:
-        """A name for profiles and dumps that differs for kernels with different work."""
-        numbers = [int(x) for x in dataclasses.astuple(self.heads)]
-        return "_".join(["window", direction, *map(str, numbers)])
+        """Return a name for profiles that differs for kernels with different work."""
+        numbers = [str(int(x)) for x in dataclasses.astuple(self.heads)]
+        return "_".join(["window", direction, *numbers])
 
-    def block_specs(self, block_at: Callable) -> tuple[Callable, Callable]:
-        """The block_spec of arrays [b, t, columns], and that of [b or 1, columns, t], for
-        Operands. Step i has block block_at(i)."""
+    def block_specs(self, block_at: Callable) -> tuple:
+        """Return block_spec functions for arrays [b, t, columns] and [b or 1, columns, t]."""
 
         def in_rows(x):
             shape = 1, self.block, x.shape[2]
@@ -6533,14 +6397,13 @@ class Plan:
 
         def in_columns(x):
             shape = 1, x.shape[1], self.block
-            if len(x) == 1:
-                return pl.BlockSpec(shape, lambda b, i, *_: (0, 0, block_at(i)))
-            return pl.BlockSpec(shape, lambda b, i, *_: (b, 0, block_at(i)))
+            shared = len(x) == 1  # by all rows of the batch
+            return pl.BlockSpec(shape, lambda b, i, *_: (0 if shared else b, 0, block_at(i)))
 
         return in_rows, in_columns
 
     def tables_of(self, ref, c: int):
-        """cos and sin [h / 2, block] of head c; paired heads have two kinds, see positions."""
+        """Return cos and sin [h / 2, block] of head c; odd paired heads have other positions."""
         half = self.heads.qk_width // 2
         sines = ref.shape[1] // 2  # the cosines come first
         first = half * (c % 2) if self.heads.paired else 0
@@ -6549,15 +6412,23 @@ class Plan:
         return cos, sin
 
 
+def plan_for(heads: Heads, block: int) -> Plan:
+    """Return the Plan of a layer with these heads."""
+    parts = 1 + heads.paired
+    reach = -(-heads.window // parts)
+    slots = -(-reach // block) + 1
+    return Plan(heads, block, heads.count // parts, reach, slots, slots + heads.offset + 1)
+
+
 def times(a, b, transpose: bool = False):
-    """a @ b, or a @ b^T, summed in float32."""
+    """Return a @ b, or a @ b^T, summed in float32."""
     sides = (((1,), (1 if transpose else 0,)), ((), ()))
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, sides, exact, preferred_element_type=jnp.float32)
 
 
 def dot(a, b):
-    """Dot products of the columns of two arrays [h, block]: [1, block]."""
+    """Return the dot products [1, block] of the columns of two arrays [h, block]."""
     return jnp.sum(a * b, axis=0, keepdims=True)
 
 
@@ -6566,7 +6437,7 @@ def add_or_set(ref, place: tuple, value, is_first: bool):
     ref[place] = value if is_first else ref[place] + value
 
 
-def column_tiles(n: int, h: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
+def column_tiles(n: int, h: int) -> list:
     """Return [(columns of a tile, [(head, its columns inside the tile)])] for n heads, h wide."""
     inside = [slice(first, first + h) for first in range(0, LANES, h)]
     tiles = []
@@ -6591,8 +6462,8 @@ def transposed(ref, lanes: slice):
     return ref[0, :, lanes].T.astype(jnp.float32)
 
 
-def inverse_size(x):
-    """Factor with which norm scales a transposed head [h, block]: [1, block]."""
+def inverse_rms(x):
+    """Return the factors [1, block] with which norm scales a transposed head [h, block]."""
     return lax.rsqrt(dot(x, x) / len(x) + 2.0**-23)
 
 
@@ -6602,7 +6473,7 @@ def rotate(x, cos, sin, factor=1.0):
     turned_left = left * cos + right * sin
     turned_right = right * cos - left * sin
     turned = jnp.concatenate([turned_left, turned_right])
-    return turned * (factor * inverse_size(x))
+    return turned * (factor * inverse_rms(x))
 
 
 def rotate_grad(grad, x, cos, sin, factor):
@@ -6611,20 +6482,19 @@ def rotate_grad(grad, x, cos, sin, factor):
     back_right = right * cos + left * sin
     back_left = left * cos - right * sin
     grad = jnp.concatenate([back_left, back_right])
-    size = inverse_size(x)
-    along = dot(grad, x) * (size**2 / len(x))
-    return (grad - x * along) * (factor * size)
+    inverse = inverse_rms(x)
+    along = dot(grad, x) * (inverse**2 / len(x))
+    return (grad - x * along) * (factor * inverse)
 
 
 def unrotated(h: int):
-    """Mask of the rows of a transposed head that do not rotate, used by key_offset: [h, 1]."""
+    """Return a mask [h, 1] of the rows of a transposed head that do not rotate (key_offset)."""
     row = lax.broadcasted_iota(jnp.int32, (h, 1), 0)
     return lax.rem(row, h // 2) >= h // 4
 
 
 def offset_key(r, c: int, k):
-    """Apply key_offset to head c: in half of the rows, a token gets the previous token's key. The
-    first column of r.last is the last token of the previous block."""
+    """Return key_offset(k) for head c. r.last begins with the last token of the previous block."""
     h = len(k)
     rows = rows_of_head(c, h)
     moved = pltpu.roll(k, 1, 1)
@@ -6635,13 +6505,12 @@ def offset_key(r, c: int, k):
 
 
 def visible_keys(plan: Plan, i, starts):
-    """Return a function (j, c, o) -> bool [keys, queries] of part(j): which keys of head o in block
-    i - j are visible to the queries of head c in block i. `starts`: first token of each document.
+    """Return a function (j, c, o) -> mask [keys, queries] of part(j): which keys of head o in block
+    i - j the queries of head c in block i can see. `starts`: first token of each document.
 
-    Windows are in units: tokens, or half tokens for paired heads. The second half of the heads is
-    one unit later than the first, so `side`, position of head c minus position of head o, is -1, 0
-    or 1."""
-    units = 1 + plan.heads.paired
+    Units of windows are tokens, or half tokens for paired heads, whose second half is one unit
+    later than the first. `side` is the position of head c minus the position of head o."""
+    units = 1 + plan.heads.paired  # per token
     query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
     first = {}  # side -> the first key that each query can see
     for side in range(1 - units, units):
@@ -6688,12 +6557,12 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
     outputs = {
         "y": (jax.ShapeDtypeStruct((b, t, n * v), dtype), in_rows),  # [1, block, n v]
         "saved_k": saved(in_rows, b, t, n * h),  # [1, block, n h]: keys after norm and rotation
-        "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: queries, the same
+        "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: queries, as the keys
         "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values, with `added`
         "saved_y": saved(in_columns, b, n * v, t),  # [1, n v, block]: outputs before XSA and gates
         "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]: log2
     }
-    scratch_shapes = {
+    scratch = {
         # Rings: block m of the row is in slot m % slots. Values are transposed, above rows of ones.
         "keys": pltpu.VMEM((slots, n, block, h), dtype),
         "values": pltpu.VMEM((slots, n, v + ONES, block), dtype),
@@ -6720,8 +6589,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         finish_outputs(plan, r, slot)
 
     grid = {"row": b, "i": t // block}
-    operands = Operands(inputs, outputs, scratch_shapes, scalars)
-    written = run_kernel(plan.name("forward"), grid, operands, body)
+    written = run_kernel(plan.name("forward"), grid, inputs, outputs, body, scratch, scalars)
     return written.pop("y"), (arrays, written)
 
 
@@ -6813,45 +6681,38 @@ def finish_outputs(plan: Plan, r, slot):
 #     dw = v.dy              ds = w (dw - mean)        mean = sum of w dw = y.dy
 #     v_grad += w dy         k_grad += ds q            q_grad += ds k
 #
-# ds is the gradient of a natural score. As q was multiplied by scale * LOG2E, k_grad has to be
-# divided by LOG2E, and q_grad multiplied by scale: finish_block does that.
+# ds is the gradient of a natural score. As q was multiplied by scale * LOG2E, finish_block divides
+# k_grad by LOG2E, and multiplies q_grad by scale.
 #
 # The gradient of a key is a sum over all blocks of queries that see the key. So blocks stay in a
-# ring buffer of delay + 1 slots: block m is in slot m % ring from step m to step m + delay, when
-# finish_block writes its gradients. A slot has the keys of the block (also transposed), its values,
-# and float32 sums for the gradients of keys, values and queries. The table shows step 7 in a row of
-# 9 blocks. Queries see three blocks, including their own (Plan.slots: a window of 257 to 512
-# tokens), and keys have the offset, so delay is 4. `parts` is the number of terms in k_grad and
-# v_grad before and after the step, if no block is skipped:
+# ring buffer: block m is in slot m % ring from step m, when it enters, to step m + ring - 1, when
+# finish_block writes its gradients. At step i the queries of block i are run against blocks i,
+# i - 1, ... i - slots + 1. That completes q_grad of block i, and adds one part to k_grad and v_grad
+# of each block. With the key offset a block waits one step longer: half of the first key of the
+# next block comes from this block's last token. Step 7 of a row of 9 blocks, if slots are 3 and
+# keys have the offset (`parts` are the terms in k_grad and v_grad before and after the step):
 #
 #     block      0      1      2      3      4      5      6      7      8
 #              done   done   done finishes waits   seen   seen  enters  to come
 #     slot                            3      4      0      1      2
 #     parts                         3, 3   3, 3   2, 3   1, 2   0, 1
 #
-# At step i block i enters, and its queries are run against blocks i, i - 1, ... i - slots + 1. That
-# completes q_grad of block i, and adds one part to k_grad and v_grad of each of these blocks. Block
-# i - slots then has all of its parts and is finished, or with the key offset one step later: half
-# of the first key of the next block comes from this block's last token, and the gradient of that
-# key is not complete earlier.
-#
 # The last steps have no block i: they repeat the last block, in a slot that nothing uses. The first
-# steps have no block to finish: they write to block 0, whose real gradients overwrite this, as a
-# block is only copied to memory when the next block begins.
+# steps have no block to finish: they write to block 0, and its gradients overwrite this later.
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):
-    """Return the gradients of qkv, added and OF_HEADS; other arrays have none. The kernel writes
-    qkv_grad as one array, since concatenating three outside would be one more copy."""
+    """Return the gradients of qkv, added and OF_HEADS; other arrays have none."""
     arrays, saved = kept
     n, h, v, block = plan.sizes
     b, t, _ = arrays["qkv"].shape
     dtype = arrays["qkv"].dtype
     blocks = t // block
     ring = plan.ring
+    delay = ring - 1  # steps from the start of a block to finish_block
 
     in_rows, in_columns = plan.block_specs(lambda i: jnp.minimum(i, blocks - 1))
-    old_in_rows, old_in_columns = plan.block_specs(lambda i: jnp.maximum(i - plan.delay, 0))
+    old_in_rows, old_in_columns = plan.block_specs(lambda i: jnp.maximum(i - delay, 0))
     scalars = {name: arrays[name] for name in ("earliest", "scale")}
     inputs = {  # shapes as in attend_tpu_forward
         # Block i.
@@ -6873,7 +6734,7 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         "xsa_grad": (arrays["xsa"], in_columns),
         "gates_grad": (arrays["gates"], in_columns),
     }
-    scratch_shapes = {
+    scratch = {
         # The ring. Gradients are transposed, and summed over blocks in float32.
         "keys": pltpu.VMEM((ring, n, block, h), dtype),
         "values": pltpu.VMEM((ring, n, block, v), dtype),
@@ -6892,8 +6753,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         means = [undo_outputs(plan, r, slot, c) for c in range(n)]
         # Rotating gradients back uses only the vector unit, so it is interleaved with the matmuls
         # of block i with itself, which every step has.
-        old = r.i - plan.delay
-        old_slot = lax.rem(r.i + 1, ring)  # slot of block `old`, as ring = delay + 1
+        old = r.i - delay
+        old_slot = lax.rem(r.i + 1, ring)
         other_work = finish_block(plan, r, old, old_slot, blocks)
         look_back_grads(plan, r, 0, visible, means, other_work)
         for j in range(1, plan.slots):
@@ -6901,15 +6762,14 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
             reaches = r.i - j >= r.earliest[r.row, jnp.minimum(r.i, blocks - 1)]
             pl.when(reaches & (r.i < blocks))(visit)
 
-    grid = {"row": b, "i": blocks + plan.delay}
-    operands = Operands(inputs, outputs, scratch_shapes, scalars)
-    written = run_kernel(plan.name("backward"), grid, operands, body)
+    grid = {"row": b, "i": blocks + delay}
+    written = run_kernel(plan.name("backward"), grid, inputs, outputs, body, scratch, scalars)
     return ({name: written.get(f"{name}_grad") for name in arrays},)
 
 
 def enter_again(plan: Plan, r, slot):
     """Store the saved keys and values of block i in their slot, and transpose y_grad. With XSA,
-    v_grads first stores the values: undo_outputs needs them in float32."""
+    v_grads stores the values in float32 for undo_outputs."""
     n, h, v, _ = plan.sizes
     for c in range(n):
         r.keys[slot, c] = r.saved_k[0, :, rows_of_head(c, h)]
@@ -6924,8 +6784,7 @@ def enter_again(plan: Plan, r, slot):
 
 def undo_outputs(plan: Plan, r, slot, c: int):
     """Run finish_outputs of head c backward: update y_grads, write the gradients of gates and XSA,
-    and return `mean` of the queries, [1, block]. XSA is y - share (y.v / v.v) v: its v is read from
-    v_grads, and then replaced by the gradient of v."""
+    return `mean` [1, block]. XSA is y - share (y.v / v.v) v; its gradient of v goes to v_grads."""
     row = 0, slice(c, c + 1)
     part = rows_of_head(c, plan.heads.v_width)
     y, grad = r.saved_y[0, part], r.y_grads[part]
@@ -6934,16 +6793,16 @@ def undo_outputs(plan: Plan, r, slot, c: int):
     if r.xsa is not None:
         value = r.v_grads[slot, part]
         share = r.xsa[row]
-        size = jnp.maximum(dot(value, value), 1e-8)
-        along = dot(y, value) / size
+        square = jnp.maximum(dot(value, value), 1e-8)
+        along = dot(y, value) / square
         output = y - share * along * value
     if r.gates is not None:
         r.gates_grad[row] = dot(grad, output)
         grad *= r.gates[row]
     if r.xsa is not None:
-        back = dot(grad, value) / size
-        r.xsa_grad[row] = -back * along * size
-        twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the lower bound of size is constant
+        back = dot(grad, value) / square
+        r.xsa_grad[row] = -back * along * square
+        twice = jnp.where(square > 1e-8, 2 * along, 0.0)  # the lower bound is constant
         r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * value))
         grad -= share * back * value
     r.y_grads[part] = grad.astype(r.y_grads.dtype)
@@ -6952,30 +6811,28 @@ def undo_outputs(plan: Plan, r, slot, c: int):
 
 def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, other_work: Iterator):
     """Add to the gradients of queries of block i and keys of block i - j by the formulas above.
-    Advance `other_work` by a step after each pair of heads. `means` come from undo_outputs."""
+    `means` come from undo_outputs. `other_work` advances by a step after each pair of heads."""
     _, h, v, _ = plan.sizes
     dtype = r.y_grads.dtype
     keys, queries = plan.part(j)
     key_slot = lax.rem(r.i - j + plan.ring, plan.ring)
     slot = lax.rem(r.i, plan.ring)
 
-    def finish(c, o, weights, grad):
-        """Add to the gradients, from the weights and gradients of scores of two heads."""
+    def finish(c, o, weights, grad):  # gets the weights and the gradients of scores
         first_of_keys = j == 0 and c < plan.half
         first_of_queries = j == 0 and o < plan.half
-        of_keys = rows_of_head(o, h)
+        of_keys, of_queries = rows_of_head(o, h), rows_of_head(c, h)
         v_grad = times(r.y_grads[rows_of_head(c, v), queries], weights, True)
         is_first = first_of_keys and r.xsa is None
         add_or_set(r.v_grads, (key_slot, rows_of_head(o, v), keys), v_grad, is_first)
-        k_grad = times(r.saved_q[0, rows_of_head(c, h), queries], grad, True)
+        k_grad = times(r.saved_q[0, of_queries, queries], grad, True)
         add_or_set(r.k_grads, (key_slot, of_keys, keys), k_grad, first_of_keys)
         q_grad = times(r.transposed_keys[key_slot, of_keys, keys], grad)
-        add_or_set(r.q_grads, (slot, rows_of_head(c, h), queries), q_grad, first_of_queries)
+        add_or_set(r.q_grads, (slot, of_queries, queries), q_grad, first_of_queries)
 
-    # The compiler keeps the order of matmuls, so they are arranged here to hide their latency. A
-    # pair of heads stays in flight until the scores of the next two have begun: its last three
-    # matmuls then overlap with these. The vector unit would be mostly idle meanwhile: `other_work`
-    # keeps it busy.
+    # The compiler keeps the order of matmuls. To hide their latency, the last three matmuls of a
+    # pair of heads come after the scores of the next two pairs have begun. `other_work` keeps the
+    # vector unit busy meanwhile.
     in_flight = []
     for c, o in plan.pairs:
         score = times(r.keys[key_slot, o, keys], r.saved_q[0, rows_of_head(c, h), queries])
@@ -7035,8 +6892,7 @@ def finish_block(plan: Plan, r, old, slot, blocks: int):
 
 
 def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
-    """Return the gradient of a head's keys in block `old` before offset_key, which copied half of
-    each key to the next token."""
+    """Return the gradient of a head's keys in block `old` before offset_key."""
     grad = r.k_grads[slot, rows]
     if not plan.heads.offset:
         return grad
@@ -7049,17 +6905,10 @@ def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
     return jnp.where(unrotated(len(grad)), moved, grad)
 
 
-# (plan, arrays) -> y, for the arrays that attend_tpu prepares
-attend_tpu_arrays = jax.custom_vjp(
-    lambda plan, arrays: attend_tpu_forward(plan, arrays, save=False)[0], nondiff_argnums=(0,)
-)
-attend_tpu_arrays.defvjp(attend_tpu_forward, attend_tpu_backward)
-
-
 def transposed_rope_tables(freqs, token_positions):
     """Return cos and sin of evenly spaced positions [kinds, t] * freqs: [kinds, frequencies, t].
-    The addition theorem combines angles of every 128th token with angles of the first 128: cosines
-    of all positions are predicted to take longer than some layers on a TPU (records/NOTES.md)."""
+    The addition theorem combines the angles of every 128th token and of the first 128: cosines of
+    all positions are predicted to take longer than some layers on a TPU."""
     near = (token_positions[:, :128] - token_positions[:, :1])[:, None, None]
     far = token_positions[:, None, ::128, None]
     angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in (far, near)]
@@ -7071,14 +6920,13 @@ def transposed_rope_tables(freqs, token_positions):
 
 
 def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
-    """attend_heads in one TPU kernel forward and one backward, equal up to rounding. Needs heads of
-    128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens (see
-    unserved_attention). freqs and scale get no gradients."""
+    """Return attend_heads, by one TPU kernel forward and one backward, under the conditions in
+    why_plain_attention. freqs and scale get no gradients."""
     added_btd, added_gates_btn = inputs.added or (None, None)
     t = inputs.segments_bt.shape[1]
     window = min(heads.window, t * (1 + heads.paired))
     heads = dataclasses.replace(heads, window=window)
-    plan = Plan(heads, math.gcd(t, BLOCK))
+    plan = plan_for(heads, math.gcd(t, BLOCK))
     starts = document_starts(inputs.segments_bt)
     unrotated_pairs = heads.qk_width // 2 - len(inputs.freqs)
     freqs = jnp.pad(inputs.freqs, (0, unrotated_pairs))  # frequency 0 does not rotate
@@ -7086,7 +6934,7 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     tables = transposed_rope_tables(freqs, token_positions)
     constants = {
         "starts": starts[:, None],  # [b, 1, t]: first token of each token's document
-        # Block with the start of the document of each block's first token: earlier ones are skipped
+        # First block of the document of each block's first token: earlier blocks are skipped.
         "earliest": starts[:, :: plan.block] // plan.block,
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(inputs.scale, 1).astype(jnp.float32),
@@ -7097,17 +6945,21 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     arrays = {"qkv": qkv, "added": added_btd}
     arrays |= zip(OF_HEADS, of_heads, strict=True)
     arrays |= jax.tree.map(lax.stop_gradient, constants)
-    return attend_tpu_arrays(plan, arrays)
+    attend = jax.custom_vjp(lambda arrays: attend_tpu_forward(plan, arrays, save=False)[0])
+    forward_pass = functools.partial(attend_tpu_forward, plan)
+    backward_pass = functools.partial(attend_tpu_backward, plan)
+    attend.defvjp(forward_pass, backward_pass)
+    return attend(arrays)
 
 
-# ---- Sums with weights of each token, for TPUs -------------------------------------------------
+# ---- For TPUs: per-token weighted sums, and gradients of tables ----------------------------------
 
-# In programs compiled for a v6e, XLA runs blend as ten passes over a float32 sum in memory, and its
-# backward pass as ten more. In one kernel a block of tokens stays in VMEM for all sources (21
-# arrays, double-buffered: 16 MiB). Predicted gain: 12 s of a run on a v6e-8 (records/NOTES.md).
+# XLA for a v6e runs blend as ten passes over a float32 sum in memory, and its backward pass as ten
+# more. In one kernel a block of tokens stays in VMEM for all sources (predicted: 12 s less of a run
+# on a v6e-8).
 
 
-def blend_inputs(x, weights, sources) -> tuple[dict, dict]:
+def blend_inputs(x, weights, sources) -> tuple:
     """Return (inputs, grid) for both kernels of blend_tpu. A matmul spreads the weights [t, k, g]
     of k sources over d features, d / g for each weight: w @ hot[j] is [block, d] for source j."""
     t, d = flat(sources[0]).shape
@@ -7118,7 +6970,7 @@ def blend_inputs(x, weights, sources) -> tuple[dict, dict]:
     def block_spec(x):
         return pl.BlockSpec((block, x.shape[1]), lambda i, _: (i, 0))
 
-    lanes = -(-k * g // LANES) * LANES  # whole tiles
+    lanes = -(-k * g // LANES) * LANES  # full tiles
     packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, lanes - k * g)))
     # A float32 weight is the sum of two numbers of `dtype`, the dtype of the matmul.
     rounded = packed.astype(dtype)
@@ -7138,10 +6990,10 @@ def blend_inputs(x, weights, sources) -> tuple[dict, dict]:
 
 @jax.custom_vjp
 def blend_tpu(x_btd, weights, sources):
-    """blend in one TPU kernel, and its gradients in another."""
+    """Return blend in one TPU kernel; another one computes the gradients."""
     inputs, grid = blend_inputs(x_btd, weights, sources)
     ys, block_spec = inputs["ys"]
-    operands = Operands(inputs, {"y": (ys[0], block_spec)})  # [block, d]
+    outputs = {"y": (ys[0], block_spec)}  # [block, d]
 
     def body(r):
         total = 0.0 if r.x is None else r.x[...].astype(jnp.float32)
@@ -7150,13 +7002,14 @@ def blend_tpu(x_btd, weights, sources):
             total += times(r.w[...], r.hot[j]) * y
         r.y[...] = total.astype(r.y.dtype)
 
-    return run_kernel("weighted_sum", grid, operands, body)["y"].reshape(sources[0].shape)
+    written = run_kernel("weighted_sum", grid, inputs, outputs, body)
+    return written["y"].reshape(sources[0].shape)
 
 
 def blend_tpu_backward(kept, grad_btd):
     """Return the gradients of x (grad_btd itself), of the weights (sums of gradient * source over
     the features of a weight), and of the sources (gradient * weights)."""
-    x_btd, weights, sources = kept  # x is only checked for None
+    x_btd, weights, sources = kept
     inputs, grid = blend_inputs(grad_btd, weights, sources)  # x is the gradient
     w, block_spec = inputs["w"]
     lanes = w.shape[1] // 2
@@ -7175,7 +7028,7 @@ def blend_tpu_backward(kept, grad_btd):
             sums += times(products, r.hot[j, :lanes], transpose=True)
         r.sums[...] = sums
 
-    written = run_kernel("weighted_sum_grads", grid, Operands(inputs, outputs), body)
+    written = run_kernel("weighted_sum_grads", grid, inputs, outputs, body)
     source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in written["y_grads"])
     count = math.prod(weights.shape[2:])
     weight_grads = written["sums"][:, :count].reshape(weights.shape)
@@ -7186,29 +7039,25 @@ def blend_tpu_backward(kept, grad_btd):
 blend_tpu.defvjp(lambda *arrays: (blend_tpu(*arrays), arrays), blend_tpu_backward)
 
 
-# ---- Gradients of tables for TPUs --------------------------------------------------------------
-
-# For the gradient of a lookup, XLA writes a table of zeros and then scatters rows one by one, in
-# float32 because frequent ids occur thousands of times. On a TPU, matmuls with one-hot matrices are
-# predicted to save 6 s of a run on a v6e-8 (records/NOTES.md). If tokens are sorted by id, a tile
-# of table rows is used by few blocks of tokens, and each such meeting is one small matmul. Sums are
-# float32, and each row of the table is written once, rounded.
+# XLA scatters the gradient of a lookup row by row, in float32 since frequent ids occur thousands of
+# times. Matmuls with one-hot matrices are predicted to save 6 s of a run on a v6e-8. If tokens are
+# sorted by id, few blocks of tokens meet a tile of table rows. Each meeting is one matmul of a
+# one-hot matrix [tile, block] and a block of each table's rows.
 
 ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
 
 
 def meetings(ids, rows: int, block: int):
-    """Return (tile, block), int32 [steps]: which tile meets which block at each step. A tile is
-    ROW_TILE of the `rows` of a table, a block is `block` tokens with ascending ids. Every tile has
-    a step, even if no token uses it. Tiles and blocks both ascend, so at most tiles + blocks - 1
-    steps are needed; unneeded steps have the number of blocks as their block."""
+    """Return (tile, block), int32 [steps]: which ROW_TILE of the `rows` of a table meets which
+    `block` of tokens, with ascending ids, at each step. Every tile has a step. Tiles and blocks
+    both ascend, so at most tiles + blocks - 1 steps are needed; in the rest, block is `blocks`."""
     tiles = -(-rows // ROW_TILE)
     blocks = ids.size // block
     first_ids = jnp.arange(tiles + 1) * ROW_TILE
     starts = jnp.searchsorted(ids, first_ids).astype(jnp.int32)  # the first token of each tile
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
     last = jnp.maximum((starts[1:] - 1) // block, first)
-    ends = jnp.cumsum(last - first + 1)  # the step after the last of each tile
+    ends = jnp.cumsum(last - first + 1)  # for each tile, one past its last step
     step = jnp.arange(tiles + blocks - 1, dtype=jnp.int32)
     tiles_done = jnp.sum(ends[None] <= step[:, None], axis=1, dtype=jnp.int32)
     tile = jnp.minimum(tiles_done, tiles - 1)
@@ -7216,8 +7065,7 @@ def meetings(ids, rows: int, block: int):
 
 
 def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
-    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. Each step
-    multiplies the one-hot matrix [tile, block] of a meeting by a block of each table's rows."""
+    """Return scatter_rows by one TPU kernel, with float32 sums, rounded to the dtype of `rows`."""
     v, d = table_vd.shape
     rows = [flat(x) for x in jax.tree.leaves(rows)]
     tables = len(rows)
@@ -7232,14 +7080,12 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     steps = len(tile_of_step)
     blocks = ids.size // block
 
-    def of_block(x):
-        """The block of tokens of this step."""
+    def of_block(x):  # the tokens of this step
         shape = len(x) // blocks, *x.shape[1:]
         rest = (0,) * (x.ndim - 1)
         return pl.BlockSpec(shape, lambda i, r: (jnp.minimum(r["block"][i], blocks - 1), *rest))
 
-    def of_tile(x):
-        """The tile of this step, of all tables."""
+    def of_tile(x):  # the tile of this step, in all tables
         return pl.BlockSpec((tables, ROW_TILE, d), lambda i, r: (0, r["tile"][i + 1], 0))
 
     # "tile" is padded with -1, which is no tile, before the first step and after the last.
@@ -7248,7 +7094,7 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     # References are [1, 1, block], and for each table [block, d].
     inputs = {"ids": (ids.reshape(blocks, 1, block), of_block), "rows": (rows, of_block)}
     outputs = {"sums": (jax.ShapeDtypeStruct((tables, v // tables, d), dtype), of_tile)}
-    scratch_shapes = {"total": pltpu.VMEM((tables, ROW_TILE, d), jnp.float32)}  # sums, not rounded
+    scratch = {"total": pltpu.VMEM((tables, ROW_TILE, d), jnp.float32)}  # sums, not rounded
 
     def body(r):
         before, tile, after = (r.tile[r.i + k] for k in range(3))
@@ -7268,20 +7114,19 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
         def store():
             r.sums[...] = r.total[...].astype(r.sums.dtype)
 
-    operands = Operands(inputs, outputs, scratch_shapes, scalars)
-    written = run_kernel(f"sum_rows_{tables}", {"i": steps}, operands, body)
+    name = f"sum_rows_{tables}"
+    written = run_kernel(name, {"i": steps}, inputs, outputs, body, scratch, scalars)
     return table_vd + written["sums"].reshape(v, d).astype(table_vd.dtype)
 
 
 # ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
 
-# The forward kernel runs a block of queries of one head against the keys that any of them can see,
-# tile by tile (FlashAttention, Dao et al. 2022). The backward pass has two kernels: for a block of
-# queries over its keys, and for a block of keys over its queries. The visible keys of a block are
-# one contiguous range of the row, so tiles outside cost nothing, and no list of documents is
-# needed. QK norm bounds the scores, so no running maximum is needed. Pallas compiles these kernels
-# with Triton, which selects tensor core instructions and prefetches tiles. (JAX 0.11 deprecates
-# Triton in favor of Mosaic GPU, which cannot be interpreted on a CPU.)
+# The forward kernel runs a block of queries of one head against all keys that it can see, tile by
+# tile (FlashAttention, Dao et al. 2022). The backward pass has two kernels: one goes through the
+# keys of a block of queries, the other through the queries of a block of keys. Visible keys are one
+# contiguous range of the row, so tiles outside cost nothing. QK norm bounds the scores, so no
+# running maximum is needed. Pallas compiles with Triton (deprecated since JAX 0.11; its successor
+# Mosaic GPU cannot be interpreted on a CPU).
 
 
 class Tiles(NamedTuple):
@@ -7293,25 +7138,20 @@ class Tiles(NamedTuple):
     stages: int  # number of tiles in flight at once
 
 
-# Bytes of shared memory for three stages if heads are 128 wide, the maximum over all compiled
-# programs (`key_gradients` on sm_100). Two stages need 74,240 bytes on the smallest chips (99 KiB).
-# `records/bench.py --kernels STAGE` times other tiles.
-THREE_STAGES = 164_928
+THREE_STAGES = 164_928  # bytes of shared memory, for heads of width 128 (from compiled programs)
 
 
 def tiles_for(cfg: Config, device) -> Tiles:
-    """Return the fastest tiles on an H100 (other GPUs are not timed), with two stages instead of
-    three if the GPU's shared memory is too small. If JAX does not report its size, assume 99 KiB,
-    the minimum since Ampere."""
+    """Return the fastest tiles on an H100 (other GPUs are not timed), with two stages if three do
+    not fit the shared memory. If JAX does not report its size: 99 KiB, the least since Ampere."""
     room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
     return Tiles(64, 64, warps=4, stages=3 if room >= THREE_STAGES else 2)
 
 
 def sum_tiles(first, last, tile: int, add: Callable, *shapes):
-    """Return float32 sums of these shapes over all tiles with tokens in range for the block.
-
-    add(place of the tile in the row, mask [block, tile], sums so far) returns the new sums. The
-    range of each token in the block is from `first` to `last`, int [block], both inclusive."""
+    """Return float32 sums of these shapes over all tiles with tokens in range for the block, which
+    is from `first` to `last`, int [block], for each token. add(place of the tile in the row, mask
+    [block, tile], sums so far) returns the new sums."""
 
     def add_tile(j, sums):
         tokens = (j * tile + jnp.arange(tile))[None]
@@ -7342,13 +7182,13 @@ def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, 
     of_row = functools.partial(block_spec, t, lambda i: 0)
     inputs = {name: (x, of_block) for name, x in blocks.items()}
     inputs |= {name: (x, of_row) for name, x in rows.items()}
-    operands = Operands(inputs, {name: (like, of_block) for name, like in outputs.items()})
+    outputs = {name: (like, of_block) for name, like in outputs.items()}
     grid = {"i": t // tiles.block, "head": n, "row": b}
 
     def with_tokens(r):
         body(r, r.i * tiles.block + jnp.arange(tiles.block))
 
-    return run_kernel(name, grid, operands, with_tokens, tiles)
+    return run_kernel(name, grid, inputs, outputs, with_tokens, tiles=tiles)
 
 
 def attend_gpu_forward(tiles: Tiles, arrays: dict):
@@ -7379,7 +7219,6 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
 
 def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
     """Return the gradients of q, k and v by the formulas above attend_tpu_backward."""
-    # Weighted mean of the gradients of a query's weights.
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     queries = {"q": arrays["q"], "log_sums": arrays["log_sums"], "mean": mean, "y_grad": y_grad}
     keys = {"k": arrays["k"], "v": arrays["v"]}
@@ -7413,8 +7252,7 @@ def query_gradients(tiles: Tiles, queries: dict, keys: dict):
 
 
 def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
-    """Return the gradients of k and v: each step sums over the queries that see a block of keys.
-    Scores are [keys, queries]."""
+    """Return the gradients of k and v: each step sums over the queries that see a block of keys."""
     dtype = keys["k"].dtype
 
     def body(r, tokens):
@@ -7423,7 +7261,7 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
         def add(place, seen, sums):
             k_grad, v_grad = sums
             q, y_grad = r.q[place, :], r.y_grad[place, :]
-            score = times(k, q, transpose=True) - r.log_sums[place][None]
+            score = times(k, q, transpose=True) - r.log_sums[place][None]  # [keys, queries]
             weights = jnp.where(seen, jnp.exp2(score), 0.0)
             v_grad += times(weights.astype(dtype), y_grad)
             grad = weights * (times(v, y_grad, transpose=True) - r.mean[place][None])
@@ -7438,16 +7276,9 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
     return written["k_grad"], written["v_grad"]
 
 
-# (tiles, arrays) -> y, for the arrays that attend_gpu prepares
-attend_gpu_arrays = jax.custom_vjp(
-    lambda tiles, arrays: attend_gpu_forward(tiles, arrays)[0], nondiff_argnums=(0,)
-)
-attend_gpu_arrays.defvjp(attend_gpu_forward, attend_gpu_backward)
-
-
 def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """attend_plain in one kernel forward and two backward. Needs rows of a multiple of 128 tokens
-    (a shorter end is left out), powers of two as widths of heads, and scores <= MAX_SCORE."""
+    """Return attend_plain, by one kernel forward and two backward. Rows must be multiples of 128
+    tokens, widths of heads powers of two, and scores at most MAX_SCORE."""
     t = segments_bt.shape[1]
     token = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
@@ -7460,7 +7291,11 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
         "first": jnp.maximum(starts, token - window),  # first key that a query can see
         "last": jnp.minimum(stops, token + window),  # last query that can see a key
     }
-    return attend_gpu_arrays(tiles, arrays)
+    attend = jax.custom_vjp(lambda arrays: attend_gpu_forward(tiles, arrays)[0])
+    forward_pass = functools.partial(attend_gpu_forward, tiles)
+    backward_pass = functools.partial(attend_gpu_backward, tiles)
+    attend.defvjp(forward_pass, backward_pass)
+    return attend(arrays)
 
 
 # ---- Loss for NVIDIA GPUs ----------------------------------------------------------------------
@@ -7468,18 +7303,14 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
 # On GPUs XLA calls a library for matmuls, so the logits are written to memory, in bfloat16. A
 # kernel then computes the losses, and replaces the logits by their gradients.
 
-# A step of loss_rows handles one token, 2048 of its logits at a time.
-LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)
+LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)  # one token per step, 2048 logits at a time
 
 
 def loss_rows(logits_tv, targets, weights, cfg: Config):
-    """Return (losses float32 [t, targets], gradients [t, v] of their weighted sum by the logits
-    before the cap, in the memory of the logits). tanh is the chip's, off by up to 2^-11 of itself,
-    as upstream.
-
-    A step reads a row twice, the second time from a cache. XLA's own code reads it from memory
-    again, with 63 instructions per logit. (In isolation on an H100, the loss took 13 % less time
-    with this kernel. No whole program with it was timed, see records/NOTES.md.)"""
+    """Return (losses float32 [t, targets], gradients [t, v] of their weighted sum for the logits,
+    in the memory of the logits). tanh is off by up to 2^-11 of its value, as upstream. A step reads
+    a row twice, the second time from a cache, while XLA's own code reads memory twice. (On an H100
+    the loss took 13 % less time in isolation.)"""
     a, b, c = cfg.logit_cap
     half = a / 2
     t, v = logits_tv.shape
@@ -7489,7 +7320,7 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
     def row(x):
         return pl.BlockSpec((None, x.shape[1]), lambda i, _: (i, 0))
 
-    def row_of_logits(x):  # in whole tiles: the last may extend beyond the row
+    def row_of_logits(x):  # in full tiles: the last may extend beyond the row
         return pl.BlockSpec((None, tiles * tile), lambda i, _: (i, 0))
 
     inputs = {"z": (logits_tv, row_of_logits), "targets": (targets, row), "weights": (weights, row)}
@@ -7516,32 +7347,31 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
             return place, ids, ids < v, tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
         def add(j, total):
-            _, _, is_there, s = squashed(j)
-            return total + jnp.where(is_there, jnp.exp2(half * LOG2E * s), 0.0)
+            _, _, exists, s = squashed(j)
+            return total + jnp.where(exists, jnp.exp2(half * LOG2E * s), 0.0)
 
         total = jnp.sum(lax.fori_loop(0, tiles, add, jnp.zeros(tile, jnp.float32)))
         r.sum[0] = total
         share = sum(weight for _, weight in weighted_targets) / total
 
         def store(j, _):
-            place, ids, is_there, s = squashed(j)
+            place, ids, exists, s = squashed(j)
             grad = jnp.exp2(half * LOG2E * s) * share
             for target, weight in weighted_targets:
                 grad -= jnp.where(ids == target, weight, 0.0)
             grad *= a / (4 * c) * (1 - s * s)
-            triton.store(r.grad.at[place], grad.astype(logits_tv.dtype), mask=is_there)
+            triton.store(r.grad.at[place], grad.astype(logits_tv.dtype), mask=exists)
 
         lax.fori_loop(0, tiles, store, None)
 
-    operands = Operands(inputs, outputs)
-    written = run_kernel("loss", {"i": t}, operands, body, LOSS_TILES, {0: 0})  # grad in place of z
+    how = {"tiles": LOSS_TILES, "aliases": {0: 0}}  # grad in place of z
+    written = run_kernel("loss", {"i": t}, inputs, outputs, body, **how)
     losses = jnp.log(written["sum"]) - half * squash(written["z_targets"], cfg)
     return losses, written["grad"]
 
 
 def end_process(status: int):
-    """End this process. After an error it does not wait for threads, which may compile for minutes
-    what is no longer needed."""
+    """End this process. After an error it does not wait for threads that still compile."""
     if status:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -423,7 +423,7 @@ def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:
     hint = "use more --parts, or --set recompute=1" if parts > mesh.size else ""
     T.check_memory(cfg, mesh, hint)
     cfg = T.with_whole_loss(cfg, mesh, T.memory_limit(mesh))
-    kernels, reason = T.pick_kernels(cfg, device)
+    kernels, reason = T.choose_kernels(cfg, device)
     T.tell(
         f"{cfg.preset} on {mesh.size} x {device.device_kind}, each with 1/{parts} of every batch"
     )

@@ -277,7 +277,7 @@ class Step(NamedTuple):
     def of(cls, asked: T.Config, program: str = "") -> "Step":
         """Return the Step of a config, or only one of its programs."""
         cfg, mesh = T.make_mesh(asked)
-        kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
+        kernels, _ = T.choose_kernels(cfg, mesh.devices.flat[0])
         every = {str(key): x for key, x in T.programs(cfg, mesh, kernels).items()}
         keys = T.schedule(cfg).programs
         number = max(range(len(keys)), key=lambda i: (len(keys[i]), -i))

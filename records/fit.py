@@ -87,7 +87,7 @@ def model_bytes(cfg: T.Config, mesh: T.Mesh, key: T.Gradients | str, device) -> 
     fetched = T.capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0
     vectors += fetched * min(mesh.size, 2)  # several devices hold sent and received rows
     size = vectors * vector
-    kernels, _ = T.pick_kernels(cfg, device)
+    kernels, _ = T.choose_kernels(cfg, device)
     if kernels.attend is T.PLAIN.attend:
         windows = max(stage.windows for stage in cfg.stages) if trains else cfg.val_windows
         size += numbers.scores * plain_scores(cfg, together, t, max(windows))

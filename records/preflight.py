@@ -762,7 +762,7 @@ def run(argv: list[str] | None) -> int:
         cfg, mesh = T.make_mesh(asked, devices)
         limit = memory_of(mesh)
         cfg = T.with_whole_loss(cfg, mesh, limit)
-        kernels, reason = T.pick_kernels(cfg, devices[0])
+        kernels, reason = T.choose_kernels(cfg, devices[0])
         T.tell(f"kernels: {reason}")
         every = {str(key): key for key in T.programs(cfg, mesh, kernels)}
         unknown = {*args.program} - {*every}

@@ -66,7 +66,7 @@ def load(saved: T.Saved) -> Trained:
     count = min(saved.cfg.devices or here, here)
     cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count))
     words = T.token_bytes(cfg, merges_folder(saved))
-    kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
+    kernels, _ = T.choose_kernels(cfg, mesh.devices.flat[0])
     params = T.load_state(mesh, saved, ("params",))["params"]
     copies = T.start_copies(cfg, mesh)(params, np.uint32(cfg.seed))
     return Trained(cfg, mesh, kernels, copies, params.get(T.NGRAMS), words, saved.step)

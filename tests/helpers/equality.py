@@ -75,7 +75,7 @@ def programs(path: Path, more: list[str]) -> dict[str, str]:
     for preset in ("speedrun", "pointer"):
         cfg = T.override(T.PRESETS[preset], ["devices=8", "whole_loss=always", *more])
         for kind, device in DEVICES.items():
-            kernels, _ = T.pick_kernels(cfg, device)
+            kernels, _ = T.choose_kernels(cfg, device)
             for key, program in T.programs(cfg, mesh, kernels).items():
                 specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
                 how = {"mesh": mesh, "in_specs": specs, "out_specs": program.out}

@@ -159,7 +159,7 @@ def programs_of(cfg: T.Config, devices: int) -> dict:
     """Return name -> executable of all programs of a run, by T.compile_all."""
     if key(cfg, devices) not in BUILT:
         mesh = mesh_of(devices)
-        kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
+        kernels, _ = T.choose_kernels(cfg, mesh.devices.flat[0])
         with quick_compilation():
             BUILT[key(cfg, devices)] = T.compile_all(cfg, mesh, kernels, lambda line: None)
     return by_name(BUILT[key(cfg, devices)][0])

@@ -1,11 +1,11 @@
-"""Would jax's own splash attention do? Both in layers of the record, as compiled for an absent v6e.
+"""Predict how long JAX's splash attention takes in layers of the record, compiled for a v6e.
 
     python tests/kernels/beside_splash.py    # needs jax[tpu]; a few minutes of a core
 
-Counts milliseconds of a layer forward and back, for one row of 49,152 tokens, by the yardstick of
-records/preflight.py: of our kernel, and of splash attention in the place of attend_plain, with
-norms, rotations, gates and transposes by XLA. records/NOTES.md has the table. No test: it says what
-other people's kernel would take.
+Prints milliseconds per layer, forward and backward, for one row of 49,152 tokens, predicted by
+records/preflight.py: for attend_tpu, and for splash attention instead of attend_plain, with norms,
+rotations, gates and transposes by XLA. The v6e may be absent. records/NOTES.md has the table. This
+is not a test.
 """
 
 import os
@@ -31,7 +31,7 @@ import train_gpt as T
 
 
 def attend_splash(block: int, q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """attend_plain by splash attention, in blocks of so many tokens."""
+    """Return attend_plain, by splash attention in blocks of `block` tokens."""
     t, n = q_btnh.shape[1:3]
     mask = masks.MultiHeadMask([masks.LocalMask((t, t), (window, 0), 0)] * n)
     names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()

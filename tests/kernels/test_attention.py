@@ -1,9 +1,9 @@
-"""Attention: the plain form against the contract in NumPy float64, and the kernels against both.
+"""Attention: the plain forms against NumPy float64, and the kernels against both.
 
-The contract: token t attends to itself and to the `window` tokens before it that have its segment
-id; heads may be narrower or wider in v than in q and k. Every batch has one row for each way in
-which documents can lie. Kernels are interpreted, on a CPU, and lowered for TPUs and GPUs that are
-not here; test_simulator.py has those for TPUs in a simulator, test_gpu.py those for GPUs on one.
+Token t attends to itself and to the `window` tokens before it that have the same segment id. The
+widths of v and of q and k may differ. Every batch has rows with different document boundaries.
+Kernels are interpreted on a CPU, and lowered for absent TPUs and GPUs. test_simulator.py runs TPU
+kernels in a simulator, test_gpu.py runs GPU kernels on a GPU.
 """
 
 import functools
@@ -42,14 +42,14 @@ slow = pytest.mark.slow
 
 @functools.cache
 def inputs(t: int, h: int, v: int, dtype=np.float32, n: int = 2):
-    """q, k [4, t, n, h], v, an output gradient [4, t, n, v], segments; scores that sharpen."""
+    """Return q, k [4, t, n, h], v, an output gradient [4, t, n, v], and segments."""
     rng = np.random.default_rng(t)
     arrays = [jnp.asarray(rng.standard_normal((4, t, n, x)), dtype) for x in (h, h, v, v)]
     return *arrays, segment_rows(t)
 
 
 def reference(q, k, v, out_grad, segments, window: int, scale: float):
-    """(output, its gradients for q, k, v and scale) in float64, by the rules of calculus."""
+    """Return (output, gradients of q, k, v and scale), in float64 by explicit formulas."""
     q, k, v, out_grad = (np.asarray(x, np.float64) for x in (q, k, v, out_grad))
     back = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
     seen = (segments[:, :, None] == segments[:, None]) & (back >= 0) & (back <= window)
@@ -69,9 +69,9 @@ def reference(q, k, v, out_grad, segments, window: int, scale: float):
 
 
 def with_gradients(attend):
-    """attend as a function of (q, k, v, out_grad, segments, window, scale) -> (output, gradients).
+    """Return a function (q, k, v, out_grad, segments, window, scale) -> (output, gradients).
 
-    Not compiled yet: plain attention needs a static window, and what is cut with one.
+    It is not jitted: plain attention needs a static window.
     """
 
     def run(q, k, v, out_grad, segments, window, scale):
@@ -86,13 +86,13 @@ def with_gradients(attend):
 
 
 def check(got, arrays, window: int, atol: float):
-    """Output and gradients against the reference; `atol` is of the largest gradient of its kind."""
+    """Compare output and gradients with the reference. `atol` is relative to the largest number."""
     out, grads = got
     want, want_grads = reference(*arrays, window, SCALE)
     q = arrays[0]
     assert out.dtype == q.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=atol)
-    # the gradient of the scale is a long sum: compare to the size of its terms
+    # The gradient of the scale is a long sum: its tolerance is relative to the size of its terms.
     sizes = [max(np.abs(x).max(), 1e-3) for x in want_grads[:3]]
     sizes.append(np.abs(np.asarray(q, np.float64) * want_grads[0]).sum() / SCALE + 1e-3)
     for name, x, y, size in zip("qkvs", grads, want_grads, sizes, strict=True):
@@ -108,17 +108,17 @@ band = jit(with_gradients(T.attend_band), static_argnums=5)
     "t, window, block",
     [
         (24, 0, 1),
-        (24, 5, 6),  # smaller than its block
+        (24, 5, 6),  # the window is smaller than its block
         (24, 9, 12),  # two blocks
-        (24, 13, 24),  # no smaller block holds it
+        (24, 13, 24),  # the window fits in no smaller block
         (24, 1000, 24),
-        (23, 2, 23),  # no divisor but 1
+        (23, 2, 23),  # no divisor except 1
         (35, 4, 5),  # odd blocks
         (1, 3, 1),
     ],
 )
-def test_plain_follows_the_contract_forward_and_backward(t, window, block):
-    """Both forms. float32 sums of up to 35 terms of size 1; the band has t * 2c scores."""
+def test_plain_forms_equal_the_reference_forward_and_backward(t, window, block):
+    """float32 sums have up to 35 terms of size 1. A band has t * 2 block scores."""
     arrays = inputs(t, 8, 6)
     check(plain(*arrays, window, SCALE), arrays, window, atol=3e-6)
     check(band(*arrays, window, SCALE), arrays, window, atol=3e-6)
@@ -127,9 +127,8 @@ def test_plain_follows_the_contract_forward_and_backward(t, window, block):
     assert mask.shape == (4 * t // block, 1, block, min(2 * block, t)) and mask.dtype == bool
 
 
-def test_plain_in_groups_of_blocks_computes_the_same(monkeypatch):
-    """Rows of 262,144 tokens would need 51 GB of scores at once; 4 rows of 4 blocks stand in, three
-    at a time."""
+def test_plain_in_groups_of_blocks_equals_the_reference(monkeypatch):
+    """4 rows of 4 blocks, three at a time, represent rows of 262,144 tokens (51 GB of scores)."""
     arrays = inputs(32, 8, 6)
     monkeypatch.setattr(T, "SCORE_BYTES", 3 * 4 * 2 * 8 * 16)
     run = with_gradients(T.attend_band)
@@ -138,19 +137,19 @@ def test_plain_in_groups_of_blocks_computes_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("attend", [T.attend_plain, T.attend_band])
-def test_plain_keeps_16_bits_outside_and_32_inside(attend):
+def test_plain_has_bfloat16_outputs_and_float32_scores(attend):
     q, k, v, out_grad, segments = inputs(24, 8, 6, jnp.bfloat16)
     out = jit(attend, static_argnums=4)(q, k, v, segments, 6, 3.0)
     assert out.dtype == jnp.bfloat16
     want, _ = reference(q, k, v, out_grad, segments, 6, 3.0)
-    # probabilities and output are rounded to 8 bits, 2^-9 each; scores must not be: they reach 30
+    # Probabilities and outputs are rounded, 2^-9 each. Scores, up to 30, must not be rounded.
     np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=0.02)
 
 
 TILES = T.Tiles(64, 64, 4, 3)
 attend_gpu = functools.partial(T.attend_gpu, TILES)
 triton_heads = functools.partial(T.attend_heads, attend_gpu)
-# One program for every window of a shape: what a token can reach is data to the kernels.
+# One program per shape for all windows: the kernels get the range of visible tokens as data.
 compiled_triton = jit(with_gradients(attend_gpu))
 
 
@@ -163,31 +162,31 @@ compiled_triton = jit(with_gradients(attend_gpu))
         pytest.param(*(256, 64, 64, 2, (63, 255)), marks=slow),
     ],
 )
-def test_triton_follows_the_contract_forward_and_backward(t, h, v, n, windows):
+def test_triton_equals_the_reference_forward_and_backward(t, h, v, n, windows):
     arrays = inputs(t, h, v, n=n)
     for window in windows:
         check(compiled_triton(*arrays, window, SCALE), arrays, window, atol=1e-5)
 
 
 @pytest.mark.parametrize("tile", mostly_slow([(128, 64), (64, 128), (32, 128)], {(128, 64)}))
-def test_triton_takes_tiles_of_any_shape(tile):
+def test_triton_works_with_tiles_of_any_shape(tile):
     attend = functools.partial(T.attend_gpu, T.Tiles(*tile, 4, 2))
     arrays = inputs(256, 16, 32, n=1)
     check(jit(with_gradients(attend))(*arrays, 150, SCALE), arrays, 150, atol=1e-5)
 
 
-def test_triton_in_16_bits_is_as_exact_as_they_are():
-    """2^-9 is the error of one rounding: of weights, of their gradients and of what comes out."""
+def test_triton_in_bfloat16_has_only_rounding_errors():
+    """2^-9 is the error of one rounding: weights, their gradients and results are rounded."""
     arrays = inputs(256, 32, 16, jnp.bfloat16)
     got, got_grads = compiled_triton(*arrays, 100, SCALE)
     want, want_grads = reference(*arrays, 100, SCALE)
     for x, y in zip((got, *got_grads[:3]), (want, *want_grads[:3]), strict=True):
         assert x.dtype == jnp.bfloat16
-        assert distance(x, y) < 0.01  # seen: 0.003 to 0.006
+        assert distance(x, y) < 0.01  # observed: 0.003 to 0.006
 
 
-def test_triton_reads_no_tile_that_a_block_cannot_see():
-    """Poison outside of the reach of the last block: a tile that is read spoils sums, 0 * nan."""
+def test_triton_reads_only_tiles_that_a_block_can_see():
+    """NaNs outside the reach of the last block: reading such a tile makes sums NaN (0 * NaN)."""
     t, window = 512, 100
     q, k, v, _, _ = (x[:1] for x in inputs(t, 16, 16))
     far = (np.arange(t) < 256)[None, :, None, None]
@@ -210,25 +209,25 @@ def test_triton_computes_a_layer_forward_and_backward(t, heads, parts):
 
 
 LAYERS = [  # (row, heads, parts); a block is gcd(row, 256) tokens
-    (384, narrow(2, 150), "added added_gates xsa"),  # three blocks; of the first only its last half
+    (384, narrow(2, 150), "added added_gates xsa"),  # three blocks, only the last half of the first
     (384, paired(2, 201), "added added_gates"),
 ]
 
 
 @pytest.mark.parametrize("t, heads, parts", LAYERS)
-def test_window_computes_a_layer_forward_and_backward(t, heads, parts):
+def test_tpu_kernels_compute_a_layer_forward_and_backward(t, heads, parts):
     assert_same_layer(T.attend_tpu, heads, parts, layer_inputs(heads, t, parts, np.float32))
 
 
-def test_window_in_16_bits_is_as_exact_as_they_are():
+def test_tpu_kernels_in_bfloat16_have_only_rounding_errors():
     assert_rounded_layer(T.attend_tpu, long(1, 100))
 
 
-def test_plan_takes_every_visible_pair_of_blocks_and_no_other():
-    """By brute force over tokens: which blocks, which halves of them."""
+def test_a_plan_has_exactly_the_visible_blocks():
+    """Compares blocks and half blocks with masks of tokens."""
     for window in (1, 127, 128, 129, 255, 256, 257, 384, 640, 700):
         for heads in (narrow(2, window), paired(2, window)):
-            plan = T.Plan(heads, 256)
+            plan = T.plan_for(heads, 256)
             reach = {s: (window - s) // 2 if heads.paired else window for s in (-1, 0, 1)}
             furthest = max(reach.values())
             assert plan.slots == max(j for j in range(9) if (j - 1) * 256 < furthest) + 1
@@ -247,7 +246,7 @@ def test_layers_of_the_record_can_be_lowered(kind):
     shapes = layer_shapes(heads, 1, 49_152, parts, jnp.bfloat16)
     text = lowered(layer_with_gradients(T.attend_tpu, heads), *shapes)
     assert text.count("tpu_custom_call") == 2
-    if kind == "long":  # as validation has it
+    if kind == "long":  # as in validation
         text = lowered(layer(T.attend_tpu, heads), shapes[0], *shapes[2:])
         assert text.count("tpu_custom_call") == 1
     text = lowered(layer_with_gradients(triton_heads, heads), *shapes, platform="cuda")
@@ -259,12 +258,12 @@ def test_layers_of_the_record_can_be_lowered(kind):
 @pytest.mark.parametrize("name", ["a100-40", "rtx4090", "h100", "b200", "rtxpro6000"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_the_record_compile_for_gpus(name, kind):
-    """The tiles that a GPU gets fit its shared memory. Some seconds each."""
+    """Tiles fit in the shared memory. Some seconds each."""
     (device,) = preflight.absent_devices(f"{name}x1")
     mesh = jax.sharding.Mesh(np.array([device]), (T.AXIS,))
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     heads, parts = record_layer(kind, RECORD.stages[2].windows)
-    run = layer_with_gradients(T.pick_kernels(RECORD, device)[0].attend, heads)
+    run = layer_with_gradients(T.choose_kernels(RECORD, device)[0].attend, heads)
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     shapes = layer_shapes(heads, 1, 49_152, parts, jnp.bfloat16, whole)
     text = jax.jit(run).lower(*shapes).compile().as_text()
@@ -277,7 +276,7 @@ def test_layers_of_the_record_compile_for_gpus(name, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "validation"])
 def test_layers_of_the_record_compile_for_a_v6e(monkeypatch, kind):
-    """Registers, VMEM, layouts: what only the real compiler knows. 10 seconds each."""
+    """Registers, VMEM and layouts, which only the real compiler checks. 10 seconds each."""
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     mesh = jax.sharding.Mesh(np.array(preflight.absent_devices("v6e-8")[:1]), (T.AXIS,))
     whole = jax.sharding.NamedSharding(mesh, jax.P())

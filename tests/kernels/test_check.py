@@ -1,4 +1,4 @@
-"""wrong_kernels and checked_kernels: kernels beside their plain forms, before a run."""
+"""check_kernels: kernels are compared with their plain forms before a run."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from programs import mesh_of, quick_compilation
 
 import train_gpt as T
 
-# The record with fewer and smaller rows, and heads for which there are TPU kernels. A block has 128
+# The record with fewer and shorter rows, and with heads that fit TPU kernels. A block has 128
 # tokens, a micro-batch two rows.
 CFG = replace(
     T.PRESETS["speedrun"],
@@ -30,6 +30,8 @@ CFG = replace(
     micro_tokens=2 * 384,
 )
 INTERPRETED = T.Kernels(T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu)
+# A mesh of one TPU. Trials still run on the CPU, where TPU kernels are interpreted.
+TPU = SimpleNamespace(devices=SimpleNamespace(flat=[SimpleNamespace(platform="tpu")]))
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +41,17 @@ def quick():
 
 
 def only(field: str, kernel) -> T.Kernels:
-    """The plain forms with another one in a field."""
+    """Return the plain forms with `kernel` in one field."""
     return T.PLAIN._replace(**{field: kernel})
 
 
-def test_every_field_of_kernels_is_tried_as_wide_as_in_the_run():
-    pieces = [*T.trials(T.PRESETS["speedrun"])]
-    assert {piece.field for piece in pieces} == {*T.Kernels._fields}
+def test_every_field_of_kernels_has_trials_as_wide_as_the_run():
+    trials = [*T.trials(T.PRESETS["speedrun"])]
+    assert {trial.field for trial in trials} == {*T.Kernels._fields}
     shapes = {}
-    for piece in pieces:
-        shapes.setdefault(piece.field, []).extend(piece.shapes)
-    columns = {piece.shapes[0][2] for piece in pieces[:3]}  # short and narrow, paired, long
+    for trial in trials:
+        shapes.setdefault(trial.field, []).extend(trial.shapes)
+    columns = {trial.shapes[0][2] for trial in trials[:3]}  # short and narrow, paired, long
     assert columns == {6 * (2 * 64 + 64), 6 * (2 * 64 + 128), 6 * (2 * 128 + 128)}
     assert max(shape[1] for shape in shapes["blend"]) >= 2 * 1408
 
@@ -64,7 +66,7 @@ SHORT_ROWS = {"stages.0.row_tokens": 256, "stages.0.batch_tokens": 8 * 256}
         ({"devices": 8}, 1),
         ({"devices": 1, "micro_tokens": 8 * 16_384}, 8),
         ({"devices": 1, "micro_tokens": 16_384}, 1),
-        # A micro-batch of the first stage has eight rows, but trials have longer ones.
+        # A micro-batch of the first stage has eight rows, but rows of trials are longer.
         ({"devices": 1, "micro_tokens": 16_384, **SHORT_ROWS}, 16_384 // 3072),
     ],
 )
@@ -81,13 +83,14 @@ def test_trials_have_as_many_rows_as_a_micro_batch(changes, rows):
         for field in T.Kernels._fields
     ],
 )
-def test_kernels_that_compute_what_they_should_are_not_wrong(field):
-    assert T.wrong_kernels(CFG, only(field, getattr(INTERPRETED, field))) == {}
+def test_correct_kernels_pass_the_check(field):
+    kernels = only(field, getattr(INTERPRETED, field))
+    assert T.check_kernels(CFG, TPU, kernels, print) == (kernels, "")
 
 
 @functools.cache
 def trial_of(name: str) -> T.Trial:
-    """The Trial of a field of Kernels, or of the attention of a narrow or long layer."""
+    """Return the Trial for a field of Kernels, or for the attention of a narrow or long layer."""
     if name in ("narrow", "long"):
         i = {"narrow": 1, "long": 3}[name]
         return next(T.trials(replace(CFG, layers=CFG.layers[i : i + 1])))
@@ -95,20 +98,20 @@ def trial_of(name: str) -> T.Trial:
 
 
 class Fault(NamedTuple):
-    """Stands for a kernel that equals the plain form in bfloat16, except for some numbers that are
-    half as large."""
+    """Represents a kernel that equals the plain form in bfloat16, except that some numbers are
+    halved."""
 
-    result: int  # which array has them: 0 is the output, the others are gradients
-    where: Callable  # the indices along each axis of that array -> which numbers
+    result: int  # the array with these numbers: 0 is the output, larger numbers are gradients
+    where: Callable  # indices along each axis of the array -> mask of these numbers
 
 
-RESULTS = {}  # of the plain forms, computed once for all tests
+RESULTS = {}  # results of the plain forms, computed once for all tests
 real_results = T.trial_results
 
 
 @pytest.fixture
 def check(monkeypatch):
-    """A function of a name, as trial_of takes it, and of a kernel: what is wrong with it."""
+    """A function (name for trial_of, kernel) -> how the kernel fails."""
 
     def trial_results(trial, kernel, dtype):
         plain = getattr(T.PLAIN, trial.field)
@@ -129,7 +132,7 @@ def check(monkeypatch):
 
     def check(name: str, kernel) -> str:
         trial = trial_of(name)
-        return T.what_is_wrong(trial, CFG, only(trial.field, kernel))
+        return T.failure(trial, CFG, only(trial.field, kernel))
 
     return check
 
@@ -150,11 +153,11 @@ PLACES = {  # in arrays [row, token, column]
     ("name", "results"),
     [("narrow", (0, 1, 2)), ("long", (0, 1, 2)), ("blend", (0, 1, 2, 8))],
 )
-def test_numbers_that_are_half_as_large_are_found_wherever_they_are(check, name, results, place):
-    """In the output, and in the gradients of qkv and of x that is added to v, or of streams."""
+def test_halved_numbers_are_found_at_any_place(check, name, results, place):
+    """In the output, and in the gradients of qkv and of x (attention) or of streams (blend)."""
     for result in results:
         wrong = check(name, Fault(result, PLACES[place]))
-        assert re.search(rf" has [\de.+]+ times the allowed error in result {result} at ", wrong)
+        assert re.search(rf" has [\de.+]+ times the allowed error in result {result}, ", wrong)
 
 
 def early_documents(patch):
@@ -195,9 +198,9 @@ def lost_gradients(patch):
 
 
 def wider_window(patch):
-    """A token sees one token more."""
-    plan = T.Plan
-    patch.setattr(T, "Plan", lambda heads, block: plan(wider(heads), block))
+    """A token sees one more token."""
+    plan_for = T.plan_for
+    patch.setattr(T, "plan_for", lambda heads, block: plan_for(wider(heads), block))
 
 
 def wider(heads: T.Heads) -> T.Heads:
@@ -217,18 +220,18 @@ def wider(heads: T.Heads) -> T.Heads:
 )
 def test_a_fault_in_the_code_of_a_kernel_is_found(check, monkeypatch, fault, result):
     fault(monkeypatch)
-    assert f" in result {result} at (" in check("long", T.attend_tpu)
+    assert f" in result {result}, token " in check("long", T.attend_tpu)
 
 
 def test_one_token_of_the_loss_and_one_row_of_a_table_are_found(check):
-    """The first axis has the tokens of all rows, or the ids."""
-    assert " in result 1 at (200,)" in check("cross_entropy", Fault(1, lambda t, d: t == 200))
-    assert " in result 2 at (200,)" in check("cross_entropy", Fault(2, lambda v, d: v == 200))
-    assert " in result 0 at (193,)" in check("add_rows", Fault(0, lambda v, d: v == 193))
+    """The message has the index in the first axis: a token, or an id."""
+    assert " in result 1, token 200" in check("cross_entropy", Fault(1, lambda t, d: t == 200))
+    assert " in result 2, token 200" in check("cross_entropy", Fault(2, lambda v, d: v == 200))
+    assert " in result 0, token 193" in check("add_rows", Fault(0, lambda v, d: v == 193))
 
 
 def with_zeros(out):
-    """A result as if the transfer of one block of its tokens had brought zeros."""
+    """Set one block of tokens to zero, as if its copy to memory had failed."""
     return out.at[:, -64:].set(0)
 
 
@@ -241,7 +244,7 @@ without_gradient.defvjp(lambda x: (x, None), lambda _, grad: (jnp.zeros_like(gra
 
 
 def raises(error: Exception):
-    """A kernel that raises this."""
+    """Return a kernel that raises this error."""
 
     def kernel(*args):
         raise error
@@ -252,22 +255,22 @@ def raises(error: Exception):
 @pytest.mark.parametrize(
     ("name", "kernel", "why"),
     [
-        ("narrow", lambda *x: with_zeros(T.ATTEND_PLAIN(*x)), " in result 0 at "),
+        ("narrow", lambda *x: with_zeros(T.ATTEND_PLAIN(*x)), " in result 0, token "),
         (
             "narrow",
             lambda n, x, more: T.ATTEND_PLAIN(n, without_gradient(x), more),
-            " in result 1 ",
+            " in result 1, ",
         ),
         ("blend", lambda x, *more: with_zeros(T.blend(x, *more)), "blend has "),
         (
             "cross_entropy",
             lambda *x: [1.1 * y for y in T.cross_entropy(*x)],
-            " in result 0 at ()",
+            " in result 0, token 0",
         ),
         (
             "add_rows",
             lambda grad, ids, rows: grad,
-            "add_rows has 64 times the allowed error in result 0 at (0,)",
+            "add_rows has 64 times the allowed error in result 0, token 0",
         ),
         (
             "blend",
@@ -281,8 +284,8 @@ def raises(error: Exception):
         ),
     ],
 )
-def test_what_is_wrong_with_a_kernel_is_said(check, name, kernel, why):
-    """A block of zeros, no gradient, a wrong sum, NaNs, an error of the compiler."""
+def test_the_message_names_the_failure(check, name, kernel, why):
+    """A block of zeros, no gradient, a wrong sum, NaNs, a compiler error."""
     assert why in check(name, kernel)
 
 
@@ -301,10 +304,10 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize("error", FULL)
-def test_a_device_without_free_memory_is_an_error_and_not_a_wrong_kernel(error):
+def test_a_device_without_free_memory_is_an_error_and_no_failure_of_a_kernel(error):
     """Another process may use the memory. Without the kernel the run would only be slower."""
     with pytest.raises(type(error), match="memory|allocate"):
-        T.wrong_kernels(CFG, only("blend", raises(error)))
+        T.check_kernels(CFG, TPU, only("blend", raises(error)), print)
 
 
 @pytest.mark.parametrize("text", TOO_LARGE)
@@ -313,47 +316,44 @@ def test_a_kernel_that_does_not_fit_a_core_cannot_run(check, text):
     assert check("blend", raises(error)) == f"blend cannot run ({text})"
 
 
+CHOSEN = T.PLAIN._replace(add_rows=lambda *x: x[0], blend=lambda *x: x[0], attend=lambda *x: x)
+
+
 @pytest.fixture
-def tpu(monkeypatch):
-    """(a mesh of one TPU, what is said) where add_rows and blend are wrong."""
-    chosen = T.PLAIN._replace(add_rows=lambda *x: x[0], blend=lambda *x: x[0], attend=lambda *x: x)
-    monkeypatch.setattr(T, "pick_kernels", lambda cfg, device: (chosen, "attention, tables"))
-    wrong = {"add_rows": "add_rows is off by 1", "blend": "blend cannot run (why)"}
-    monkeypatch.setattr(T, "wrong_kernels", lambda cfg, kernels: dict(wrong))
-    device = SimpleNamespace(platform="tpu")
-    return SimpleNamespace(devices=SimpleNamespace(flat=[device])), wrong, chosen
+def failures(monkeypatch):
+    """How kernels of CHOSEN fail, by field."""
+    failures = {"add_rows": "add_rows is off by 1", "blend": "blend cannot run (why)"}
+    monkeypatch.setattr(T, "failure", lambda trial, *_: failures.get(trial.field, ""))
+    return failures
 
 
-def test_wrong_kernels_are_left_out_loudly(tpu):
-    mesh, wrong, chosen = tpu
+def test_wrong_kernels_are_left_out_with_a_warning(failures):
     said = []
-    kernels, reason = T.checked_kernels(CFG, mesh, said.append)
-    assert kernels == T.PLAIN._replace(attend=chosen.attend)
-    line = "wrong here, or on another host: add_rows is off by 1; blend cannot run (why)"
-    assert said == [f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}"]
-    assert reason == f"attention, tables; LEFT OUT: {line}"  # stands in the log
-    wrong.clear()
-    assert T.checked_kernels(CFG, mesh, said.append) == (chosen, "attention, tables")
+    kernels, note = T.check_kernels(CFG, TPU, CHOSEN, said.append)
+    assert kernels == T.PLAIN._replace(attend=CHOSEN.attend)
+    line = "add_rows is off by 1; blend cannot run (why)"
+    assert said == [f"WARNING: WRONG KERNELS ARE LEFT OUT: {line}"]
+    assert note == f"; LEFT OUT: {line}"
+    failures.clear()
+    assert T.check_kernels(CFG, TPU, CHOSEN, said.append) == (CHOSEN, "")
     assert len(said) == 1
 
 
-def test_wrong_kernels_that_are_named_are_refused(tpu):
-    """And those of several hosts, which could not agree on what to leave out."""
+def test_wrong_kernels_that_the_settings_name_are_refused(failures):
     named = replace(CFG, kernels="attend,add_rows,blend")
     with pytest.raises(T.UserError, match=r"blend cannot run \(why\): use --set kernels=attend$"):
-        T.checked_kernels(named, tpu[0], print)
+        T.check_kernels(named, TPU, CHOSEN, print)
 
 
-def test_on_several_hosts_wrong_kernels_are_refused(tpu, monkeypatch):
+def test_wrong_kernels_on_one_of_several_hosts_are_refused(failures, monkeypatch):
+    """Each host would leave out other kernels."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(T, "from_all", lambda number: [0, 1])
-    tpu[1].clear()  # on this one all is well
-    with pytest.raises(T.UserError, match="kernels that are wrong here, or on another host"):
-        T.checked_kernels(CFG, tpu[0], print)
+    failures.clear()  # on this host all kernels are correct
+    with pytest.raises(T.UserError, match="kernels are wrong here, or on another host"):
+        T.check_kernels(CFG, TPU, CHOSEN, print)
 
 
-def test_on_a_cpu_nothing_is_tried(monkeypatch):
-    """There tests have."""
-    monkeypatch.setattr(T, "wrong_kernels", None)
-    chosen = T.pick_kernels(CFG, jax.devices()[0])
-    assert T.checked_kernels(CFG, mesh_of(1), print) == chosen
+def test_nothing_is_checked_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(T, "failure", None)
+    assert T.check_kernels(CFG, mesh_of(1), INTERPRETED, print) == (INTERPRETED, "")

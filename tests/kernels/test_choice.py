@@ -1,4 +1,4 @@
-"""pick_kernels: which kernels serve a run on which device, and what the log says of it."""
+"""choose_kernels: the kernels for a run on each kind of device, and the line in the log."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def gpu(capability: str = "9.0", kind: str = "NVIDIA H100 80GB HBM3", **more):
 
 
 def names(kernels: T.Kernels) -> set[str]:
-    """Names of the functions that are not plain forms; "loss in rows" and attend_gpu on GPUs."""
+    """Return the names of functions that are not plain forms ("loss in rows" for a partial)."""
     found = set()
     for part, plain in zip(kernels, T.PLAIN, strict=True):
         if part is plain:
@@ -48,30 +48,30 @@ def names(kernels: T.Kernels) -> set[str]:
 
 
 EVERYWHERE = {"fused_cross_entropy"}
-ON_GPU = {"loss in rows"}  # and attention
-ON_TPU = {"fused_cross_entropy", "add_rows_tpu", "blend_tpu"}  # and attention
+ON_GPU = {"loss in rows"}  # without attention
+ON_TPU = {"fused_cross_entropy", "add_rows_tpu", "blend_tpu"}  # without attention
 
 
 def with_row(tokens: int) -> T.Config:
-    """The record with another length of row in one stage."""
+    """Return the record with another row length in one stage."""
     stage = replace(RECORD.stages[2], row_tokens=tokens, batch_tokens=8 * tokens)
     return replace(RECORD, stages=(*RECORD.stages[:2], stage, *RECORD.stages[3:]))
 
 
 def with_windows(*windows: tuple[int, int]) -> T.Config:
-    """The record's widths with a stage for each pair of a short and a long window."""
+    """Return the record with one stage per pair of a short and a long window."""
     share = 1 / len(windows)
     stages = tuple(T.Stage(share, 8 * 16_384, 16_384, 0, pair) for pair in windows)
     return replace(RECORD, stages=stages, extension=0)
 
 
 def heads_of(width: int) -> T.Config:
-    """The record with heads of another width."""
+    """Return the record with heads of another width."""
     return replace(RECORD, heads=768 // width)
 
 
 def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Config:
-    """The record with scores up to these, of half and of whole heads, before windows grow."""
+    """Return the record with these bounds on scores of narrow and wide heads in the first stage."""
     scales = narrow / 64, wide / 128
     return replace(with_windows(*(windows or [(128, 640)])), attn_scales=scales)
 
@@ -85,35 +85,35 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
     ],
 )
 def test_v5e_v6e_and_nvidia_gpus_since_ampere_have_kernels(device, attention, others, reason):
-    kernels, said = T.pick_kernels(RECORD, device)
-    assert names(kernels) == others | {attention} and said == reason
-    plain, said = T.pick_kernels(replace(RECORD, kernels="plain"), device)
-    assert plain is T.PLAIN and said == "plain, as asked for"
+    kernels, line = T.choose_kernels(RECORD, device)
+    assert names(kernels) == others | {attention} and line == reason
+    plain, line = T.choose_kernels(replace(RECORD, kernels="plain"), device)
+    assert plain is T.PLAIN and line == "plain, as asked for"
 
 
 def test_other_hardware_has_plain_attention_and_tables():
     devices = [SimpleNamespace(platform=x, device_kind="a device") for x in ("metal", "rocm")]
     for device in (*devices, jax.devices("cpu")[0]):
         for cfg in (RECORD, SMALL):
-            kernels, reason = T.pick_kernels(cfg, device)
+            kernels, reason = T.choose_kernels(cfg, device)
             assert names(kernels) == EVERYWHERE
             assert reason == f"{ONLY_LOSS}there are no kernels for a {device.platform}"
 
 
 @pytest.mark.parametrize("name", TPU_KERNELS.split(","))
-def test_each_kernel_can_be_had_by_itself_and_left_out(name):
-    """So that a chip can tell which one is slow."""
-    all_of_them, _ = T.pick_kernels(RECORD, tpu())
-    one, reason = T.pick_kernels(replace(RECORD, kernels=name), tpu())
-    assert one == T.PLAIN._replace(**{name: getattr(all_of_them, name)}) != T.PLAIN
+def test_settings_can_select_or_exclude_each_kernel(name):
+    """This shows on a real chip which kernel is slow."""
+    every, _ = T.choose_kernels(RECORD, tpu())
+    one, reason = T.choose_kernels(replace(RECORD, kernels=name), tpu())
+    assert one == T.PLAIN._replace(**{name: getattr(every, name)}) != T.PLAIN
     assert reason == f"{name}; asked for: {name}; auto: {TPU_KERNELS}"
     others = ",".join(field for field in TPU_KERNELS.split(",") if field != name)
-    rest, _ = T.pick_kernels(replace(RECORD, kernels=others), tpu())
-    assert rest == all_of_them._replace(**{name: getattr(T.PLAIN, name)}) != all_of_them
+    rest, _ = T.choose_kernels(replace(RECORD, kernels=others), tpu())
+    assert rest == every._replace(**{name: getattr(T.PLAIN, name)}) != every
 
 
-def test_a_kernel_that_was_asked_for_and_does_not_serve_is_not_among_those_that_are_used():
-    kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,add_rows,blend"), gpu())
+def test_a_kernel_that_does_not_exist_for_the_device_is_ignored():
+    kernels, reason = T.choose_kernels(replace(RECORD, kernels="attend,add_rows,blend"), gpu())
     assert names(kernels) == {"attend_gpu"}
     assert reason == f"attend; asked for: attend,add_rows,blend; auto: {GPU_KERNELS}"
 
@@ -122,106 +122,106 @@ def test_a_kernel_that_was_asked_for_and_does_not_serve_is_not_among_those_that_
     ("cfg", "device", "reason"),
     [
         *((RECORD, tpu(x), f"a {x} has no 128 MiB of VMEM") for x in ("TPU v4", "TPU v5", "TPU7x")),
-        (replace(RECORD, width=704, heads=11), tpu(), "128 columns do not fill a width of 704"),
-        (with_row(192), tpu(), "tiles of 128 tokens do not fill rows of 192"),
-        (replace(RECORD, val_row=64), tpu(), "tiles of 128 tokens do not fill rows of 64"),
+        (replace(RECORD, width=704, heads=11), tpu(), "width of 704 is not a multiple of 128"),
+        (with_row(192), tpu(), "rows of 192 tokens are not a multiple of 128"),
+        (replace(RECORD, val_row=64), tpu(), "rows of 64 tokens are not a multiple of 128"),
         (RECORD, gpu("7.5"), "no compute capability of 8.0 or more"),
         (RECORD, gpu("gfx942", "AMD Instinct MI300X"), "no compute capability of 8.0 or more"),
         (replace(RECORD, compute_dtype="float32"), gpu(), "in bfloat16, not in float32"),
-        (heads_of(16), gpu(), "tiles do not fit heads 16 wide, and half of it"),
-        (heads_of(96), gpu(), "tiles do not fit heads 96 wide, and half of it"),
-        (heads_of(256), gpu(), "tiles do not fit heads 256 wide, and half of it"),
-        (with_row(192), gpu(), "tiles of 128 tokens do not fill rows of 192"),
+        (heads_of(16), gpu(), "kernels need heads of width 32, 64 or 128, not 16"),
+        (heads_of(96), gpu(), "kernels need heads of width 32, 64 or 128, not 96"),
+        (heads_of(256), gpu(), "kernels need heads of width 32, 64 or 128, not 256"),
+        (with_row(192), gpu(), "rows of 192 tokens are not a multiple of 128"),
         (with_scores(50, 8), gpu(), "scores up to 50 could overflow without a running maximum"),
     ],
 )
-def test_where_a_condition_fails_all_is_plain_and_the_log_says_which(cfg, device, reason):
-    kernels, said = T.pick_kernels(cfg, device)
-    assert said.endswith(reason)
-    if "heads" in reason or "scores" in reason:  # of attention alone
-        assert names(kernels) == ON_GPU and said.startswith(ONLY_LOSS)
+def test_the_log_names_the_condition_that_fails(cfg, device, reason):
+    kernels, line = T.choose_kernels(cfg, device)
+    assert line.endswith(reason)
+    if "heads" in reason or "scores" in reason:  # only attention is plain
+        assert names(kernels) == ON_GPU and line.startswith(ONLY_LOSS)
     else:
-        assert names(kernels) == EVERYWHERE and said.startswith(ONLY_LOSS)
+        assert names(kernels) == EVERYWHERE and line.startswith(ONLY_LOSS)
 
 
-APART = "tiles do not hold {} heads {} wide one by one, and of half in twos"
+HEADS = "kernels need an even number of heads of width 128, not {} of {}"
 
 
 @pytest.mark.parametrize(
     ("cfg", "reason"),
     [
-        (heads_of(64), APART.format(12, 64)),
-        (replace(RECORD, width=896, heads=7), APART.format(7, 128)),
-        (with_windows((128, 640), (128, 8192)), "a window of 8192 of width 768"),
-        (with_windows((8192, 640)), "a window of 8192 of width 768"),
-        (replace(RECORD, val_windows=(768, 65_536)), "a window of 65536 of width 768"),
+        (heads_of(64), HEADS.format(12, 64)),
+        (replace(RECORD, width=896, heads=7), HEADS.format(7, 128)),
+        (with_windows((128, 640), (128, 8192)), "a window of 8192 tokens of width 768"),
+        (with_windows((8192, 640)), "a window of 8192 tokens of width 768"),
+        (replace(RECORD, val_windows=(768, 65_536)), "a window of 65536 tokens of width 768"),
         (with_scores(8, 50), "scores up to 50 could overflow without a running maximum"),
     ],
 )
-def test_a_tpu_has_the_other_kernels_where_only_attention_does_not_fit(cfg, reason):
+def test_a_tpu_has_the_other_kernels_if_only_attention_does_not_fit(cfg, reason):
     if "window" in reason:
-        reason += " does not fit the VMEM"
-    kernels, said = T.pick_kernels(cfg, tpu())
+        reason += " does not fit in VMEM"
+    kernels, line = T.choose_kernels(cfg, tpu())
     assert names(kernels) == ON_TPU
-    assert said == f"{NO_ATTENTION}{reason}"
+    assert line == f"{NO_ATTENTION}{reason}"
 
 
-def test_three_stages_where_the_shared_memory_of_a_gpu_since_ampere_holds_them():
-    """Or where heads are narrow. Two fit 99 KiB, the least. bench.py times both."""
+def test_gpus_have_three_stages_if_the_shared_memory_suffices():
+    """Also if heads are narrow. Two stages fit 99 KiB, the minimum. bench.py times both."""
     for capability, facts in preflight.CORES.items():
         size = facts["shared_memory_per_block_optin"]
         device = gpu(capability, shared_memory_per_block_optin=size)
         if capability == "7.5":
-            assert names(T.pick_kernels(RECORD, device)[0]) == EVERYWHERE
+            assert names(T.choose_kernels(RECORD, device)[0]) == EVERYWHERE
             continue
         tiles = T.tiles_for(RECORD, device)
         assert tiles in bench.TILES
         assert tiles.stages == (3 if size > 160 * 1024 else 2)
         assert (T.THREE_STAGES if tiles.stages == 3 else 74_240) <= size
         assert T.tiles_for(heads_of(64), device).stages == 3
-        kernels, _ = T.pick_kernels(RECORD, device)
+        kernels, _ = T.choose_kernels(RECORD, device)
         assert kernels.attend.args[0].args == (tiles,)
     assert T.tiles_for(RECORD, gpu()).stages == 2
 
 
 @pytest.mark.parametrize("device", [tpu(), gpu()])
-def test_scores_may_be_as_sharp_as_a_sum_of_them_in_float32_can_be(device):
-    """The bound is 48, of an attention scale times the width of its heads, half or whole ones.
-    YaRN sharpens attention by 1 + 0.2 ln 32 = 1.7: 32 is 54 at last; either window counts."""
+def test_the_bound_on_scores_holds_for_all_heads_and_stages(device):
+    """The bound is 48, for the attention scale times the head width, narrow or wide. YaRN increases
+    attention scales by 1 + 0.2 ln 32 = 1.7 as either window grows: 32 becomes 54."""
     for score, fits in ((48, True), (48.01, False)):
         for cfg in (with_scores(score, 8), with_scores(8, score)):
-            _, said = T.pick_kernels(cfg, device)
-            assert (said in (TPU_KERNELS, GPU_KERNELS)) == fits
-            assert said.endswith("without a running maximum") != fits
+            _, line = T.choose_kernels(cfg, device)
+            assert (line in (TPU_KERNELS, GPU_KERNELS)) == fits
+            assert line.endswith("without a running maximum") != fits
     for windows in ([(128, 128), (128, 4096)], [(128, 4096), (4096, 4096)]):
-        said = T.pick_kernels(with_scores(*(32, 32), *windows), device)[1]
-        assert "scores up to 54 could" in said
-    for width in (32, 64, 128):  # half of that is 16 or more: a tensor core's least
-        assert T.pick_kernels(heads_of(width), gpu())[1] == GPU_KERNELS
+        line = T.choose_kernels(with_scores(*(32, 32), *windows), device)[1]
+        assert "scores up to 54 could" in line
+    for width in (32, 64, 128):  # half of each is at least 16, the minimum of a tensor core
+        assert T.choose_kernels(heads_of(width), gpu())[1] == GPU_KERNELS
 
 
-def test_the_largest_window_that_a_tpu_is_given_stays_within_its_vmem():
-    """Three rings of bfloat16 and three of float32, of which 70 % of 100 MiB is the limit. A window
-    beyond the rows counts as the longest row, so that a large number asks for everything."""
-    served = [
+def test_the_largest_window_with_a_kernel_fits_in_vmem():
+    """Three rings of bfloat16 and three of float32 may take 70 % of 100 MiB. A window longer than
+    the rows counts as the longest row."""
+    windows = [
         window
         for window in range(256, 8192, 256)
-        if T.pick_kernels(with_windows((128, window)), tpu())[1] == TPU_KERNELS
+        if T.choose_kernels(with_windows((128, window)), tpu())[1] == TPU_KERNELS
     ]
-    plan = T.Plan(T.Heads(6, 128, 128, served[-1], offset=True), 256)
+    plan = T.plan_for(T.Heads(6, 128, 128, windows[-1], offset=True), 256)
     assert 60 * 2**20 < plan.ring_bytes("bfloat16") < 70 * 2**20
-    assert served == [*range(256, served[-1] + 1, 256)] and served[-1] >= 2560
+    assert windows == [*range(256, windows[-1] + 1, 256)] and windows[-1] >= 2560
     stages = (T.Stage(1.0, 8 * 1024, 1024, 0, (128, 10**6)),)
     cfg = replace(RECORD, stages=stages, extension=0, val_row=1024, val_windows=(128, 10**6))
-    assert T.pick_kernels(cfg, tpu())[1] == TPU_KERNELS
+    assert T.choose_kernels(cfg, tpu())[1] == TPU_KERNELS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 5])
 def test_gradients_of_the_record_can_be_traced_with_all_kernels(number):
-    """What they take and give fits the model, in the first stage and the last: no compilation."""
+    """Kernels fit the model in the first and the last stage. Nothing is compiled."""
     cfg, mesh = RECORD, mesh_of(8)
-    kernels, _ = T.serving_kernels(cfg, tpu())
+    kernels, _ = T.choose_kernels(cfg, tpu())
     pairs = zip(kernels._fields, kernels, T.PLAIN, strict=True)
     assert not [name for name, x, plain in pairs if x is plain]
     for key, program in T.programs(cfg, mesh, kernels).items():
@@ -231,7 +231,7 @@ def test_gradients_of_the_record_can_be_traced_with_all_kernels(number):
 
 
 def recording(called: set) -> T.Kernels:
-    """Stubs that note by which field they are called, and return zeros of the right shape."""
+    """Return stubs that record the fields that are called, and return arrays of the right shape."""
 
     def attend(heads, qkv, inputs):
         called.add("attend")
@@ -252,7 +252,7 @@ def recording(called: set) -> T.Kernels:
     return T.Kernels(attend, cross_entropy, add_rows, blend)
 
 
-# Every idea of the record in three layers, of widths that all kernels take.
+# Every idea of the record in three layers, with widths that fit all kernels.
 THREE = replace(
     RECORD,
     layers=(
@@ -285,8 +285,8 @@ THREE = replace(
 
 
 @pytest.mark.parametrize("idea", mostly_slow(["", *T.IDEAS, "all"], {"", "mudd", "all"}))
-def test_the_log_names_no_kernel_that_the_model_does_not_call(idea):
-    """With any idea left out: what it switches off may have been all that called a kernel."""
+def test_the_log_names_only_kernels_that_the_model_calls(idea):
+    """Without an idea the model may not call a kernel at all."""
     cfg = T.override(THREE, [f"without={idea}"]) if idea else THREE
     called = set()
     mesh = mesh_of(1)
@@ -294,9 +294,9 @@ def test_the_log_names_no_kernel_that_the_model_does_not_call(idea):
     gradients = next(key for key in programs if isinstance(key, T.Gradients))
     traced(programs[gradients], mesh)
     for device in (tpu(), gpu()):
-        kernels, said = T.serving_kernels(cfg, device)
+        kernels, line = T.choose_kernels(cfg, device)
         chosen = T.kernel_names(kernels)
-        assert said.split("; ")[0] == chosen
+        assert line.split("; ")[0] == chosen
         assert {*chosen.split(",")} - {"plain"} <= called, (device.platform, chosen)
     of_all = {"attend", "cross_entropy", "add_rows"}
     assert called == (of_all if idea in ("mudd", "all") else of_all | {"blend"})
@@ -305,7 +305,6 @@ def test_the_log_names_no_kernel_that_the_model_does_not_call(idea):
 def test_a_model_without_attention_has_no_kernel_for_it():
     layers = tuple(replace(layer, attends="", paired=False, xsa=False) for layer in THREE.layers)
     for device in (tpu(), gpu()):
-        kernels, said = T.serving_kernels(replace(THREE, layers=layers), device)
-        assert kernels.attend is T.PLAIN.attend and said.endswith(
-            "; plain attention: no layer attends"
-        )
+        kernels, line = T.choose_kernels(replace(THREE, layers=layers), device)
+        assert kernels.attend is T.PLAIN.attend
+        assert line.endswith("; plain attention: no layer attends")

@@ -1,6 +1,6 @@
-"""What needs an NVIDIA GPU: python -m pytest --gpu tests/kernels/test_gpu.py, some minutes on one.
+"""Tests that need an NVIDIA GPU: python -m pytest --gpu tests/kernels/test_gpu.py, some minutes.
 
-Everything is compared with the same on the CPU in float32. On a GPU sums have no fixed order (and
+Results are compared with results of the CPU in float32. On a GPU sums have no fixed order (and
 float32 matmuls may be rounded to tf32), so nothing is compared bit for bit.
 """
 
@@ -50,8 +50,8 @@ CFG = small_config(
 
 
 def attention_inputs(t: int, n: int = 6, h: int = 128, v: int = 128):
-    """q, k (normed) [1, t, n, h], v and an output gradient [1, t, n, v] in bfloat16, and documents
-    of 700 tokens."""
+    """Return q, k (normed) [1, t, n, h], v and an output gradient [1, t, n, v] in bfloat16, and
+    segments of 700 tokens on average."""
     rng = np.random.default_rng(t)
     q, k, v, grad = (rng.standard_normal((1, t, n, x)).astype(np.float32) for x in (h, h, v, v))
     q, k = (x / np.sqrt(np.square(x).mean(-1, keepdims=True)) for x in (q, k))
@@ -60,7 +60,7 @@ def attention_inputs(t: int, n: int = 6, h: int = 128, v: int = 128):
 
 
 def attended(attend, device, dtype, arrays, segments, window: int):
-    """(output, gradients of q, k and v) of an attention on a device."""
+    """Run an attention function on a device: return (output, gradients of q, k and v)."""
 
     def run(q, k, v, grad, segments):
         attending = functools.partial(attend, segments_bt=segments, window=window, scale=0.12)
@@ -72,7 +72,7 @@ def attended(attend, device, dtype, arrays, segments, window: int):
 
 
 def attend_gpu(*args, **more):
-    """Attention by the kernels, in the tiles that the record has there."""
+    """Run attention by the kernels, with the record's tiles for this GPU."""
     return T.attend_gpu(T.tiles_for(RECORD, DEVICES["cuda"]), *args, **more)
 
 
@@ -84,17 +84,17 @@ def attend_gpu(*args, **more):
     ],
 )
 def test_attention_is_the_reference(h, v, window):
-    """Windows and documents, half and whole heads. A mistake at one edge in 100 would be 10 %."""
+    """Windows, documents, narrow and wide heads. An error at one edge in 100 would be 10 %."""
     arrays, segments = attention_inputs(4096, n=3, h=h, v=v)
     got = attended(attend_gpu, DEVICES["cuda"], jnp.bfloat16, arrays, segments, window)
     want = attended(T.attend_plain, DEVICES["cpu"], np.float32, arrays, segments, window)
     for name, x, y in zip(("out", "q", "k", "v"), got, want, strict=True):
-        assert distance(x, y) < 0.012, name  # rounded to bfloat16 thrice, 2^-9 each
+        assert distance(x, y) < 0.012, name  # rounded to bfloat16 three times, 2^-9 each
 
 
 @pytest.mark.parametrize("h, v, window", [(128, 128, 1408), (64, 128, 640)])
 def test_attention_in_a_row_of_the_record(h, v, window):
-    """49,152 tokens: offsets beyond 2^24; against the plain form on the GPU, also in bfloat16."""
+    """49,152 tokens, so offsets exceed 2^24. The plain form runs on the GPU in bfloat16, too."""
     arrays, segments = attention_inputs(49_152, h=h, v=v)
     args = DEVICES["cuda"], jnp.bfloat16, arrays, segments, window
     for x, y in zip(attended(attend_gpu, *args), attended(T.attend_band, *args), strict=True):
@@ -105,13 +105,12 @@ def test_attention_in_a_row_of_the_record(h, v, window):
 def test_layers_of_the_record_are_the_reference(kind):
     """From the projection to the outputs of heads: pairs, added values, key offset, XSA, gates.
 
-    The plain form on the same rounded inputs, in float32: values of next to nothing, that XSA
-    blows up, are in the first tokens.
+    The plain form gets the same rounded inputs in float32.
     """
     heads, parts = record_layer(kind, (300, 500))
     arrays, *rest = layer_inputs(heads, 1024, parts, jnp.bfloat16)
     wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
-    attend = T.pick_kernels(RECORD, DEVICES["cuda"])[0].attend
+    attend = T.choose_kernels(RECORD, DEVICES["cuda"])[0].attend
 
     def on(device, attend, arrays):
         inputs = jax.device_put((arrays, *rest), DEVICES[device])
@@ -125,7 +124,7 @@ def test_layers_of_the_record_are_the_reference(kind):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Tokens for CFG."""
+    """A folder with tokens for CFG."""
     folder = tmp_path_factory.mktemp("tokens")
     write_shard(folder / "small_train_000001.bin", documents(1, 120_000))
     write_shard(folder / "small_val_000000.bin", documents(3, 9000))
@@ -133,9 +132,9 @@ def folder(tmp_path_factory):
 
 
 def losses(cfg: T.Config, device, folder) -> list[float]:
-    """Training losses of all steps of `cfg` on one device, then that of validation."""
+    """Return the training losses of all steps of `cfg` on one device, and the validation loss."""
     cfg, mesh = T.make_mesh(cfg, [device])
-    compiled, _ = T.compile_all(cfg, mesh, T.pick_kernels(cfg, device)[0], lambda line: None)
+    compiled, _ = T.compile_all(cfg, mesh, T.choose_kernels(cfg, device)[0], lambda line: None)
     return run_steps(cfg, mesh, compiled, folder, [bytes([i]) for i in range(cfg.bos)])[0]
 
 
@@ -150,11 +149,11 @@ def on_cpu(folder):
     ids=["auto", "plain", "512 tokens at a time, recomputed"],
 )
 def test_training_follows_the_cpu(folder, on_cpu, changes):
-    """The loss falls by more than 0.5 in these 24 steps; 0.02 is the mean distance on the way."""
+    """The loss falls by more than 0.5 in these 24 steps. The mean difference is at most 0.02."""
     cfg = replace(CFG, **changes)
-    reason = T.pick_kernels(cfg, DEVICES["cuda"])[1]
-    asked = cfg.kernels == "plain"
-    assert reason == ("plain, as asked for" if asked else "attend,cross_entropy")
+    reason = T.choose_kernels(cfg, DEVICES["cuda"])[1]
+    plain = cfg.kernels == "plain"
+    assert reason == ("plain, as asked for" if plain else "attend,cross_entropy")
     got = losses(cfg, DEVICES["cuda"], folder)
     assert on_cpu[0] - on_cpu[-2] > 0.5
     assert abs(got[0] - on_cpu[0]) < 0.01
@@ -162,7 +161,7 @@ def test_training_follows_the_cpu(folder, on_cpu, changes):
 
 
 def test_a_run_on_the_gpu_is_finished_and_resumed(folder, tmp_path):
-    """The whole of train(), with a checkpoint on the way, and what it writes down."""
+    """Runs train(), with a checkpoint in the middle, and checks run.json."""
     cfg = T.validate(replace(CFG, data=str(folder), devices=1, checkpoint_every=11))
     whole = T.train(cfg, tmp_path, "test", say=lambda line: None)
     facts = json.loads((whole / "run.json").read_text())

@@ -1,7 +1,6 @@
-"""The loss with its own gradient, against the plain form and autodiff.
+"""fused_cross_entropy and its gradients, against the plain form and autodiff.
 
-tests/recipe/test_loss.py has the loss against NumPy float64; here are its form for NVIDIA GPUs,
-and what it keeps and does not differentiate.
+tests/recipe/test_loss.py compares the plain form with NumPy float64.
 """
 
 import functools
@@ -21,7 +20,7 @@ import train_gpt as T
 
 
 def loss_inputs(dtype, rows: int = 104, tokens: int = 48, k: int = 3):
-    """Normed features, a head of `rows` with logits up to 10, targets of which some are equal, and
+    """Return normed features, a head of `rows` with logits up to 10, targets (some are equal), and
     weights."""
     rng = np.random.default_rng(5)
     width = small_config().width
@@ -36,7 +35,7 @@ def loss_inputs(dtype, rows: int = 104, tokens: int = 48, k: int = 3):
 
 
 def sums_and_gradients(function, inputs, chunk: int = 20):
-    """(weighted sum, plain sum, gradients of the weighted one for x and for head)."""
+    """Return (weighted sum, plain sum, gradients of the weighted sum for x and for head)."""
     x, head, targets, weights = inputs
 
     def run(x, head):
@@ -54,46 +53,44 @@ FORMS = {
 
 @pytest.fixture(params=FORMS)
 def form(request):
-    """The two forms of the loss, one after the other."""
+    """A name in FORMS."""
     return request.param
 
 
 @functools.cache
 def plain(chunk: int, *args):
-    """What the plain loss makes of loss_inputs(*args), compiled once for both forms."""
+    """Return the results of the plain loss for loss_inputs(*args), computed once for both forms."""
     return sums_and_gradients(T.cross_entropy, loss_inputs(*args), chunk)
 
 
 @pytest.mark.parametrize(
-    "rows, tokens, k, chunk",  # a chunk has so many tokens at most
+    "rows, tokens, k, chunk",  # chunk: most tokens per chunk
     [(37, 45, 1, 45), (513, 48, 4, 32)],
 )
-def test_both_forms_of_the_loss_and_its_gradient_are_the_plain_ones_in_float32(
-    form, rows, tokens, k, chunk
-):
+def test_both_forms_equal_the_plain_loss_in_float32(form, rows, tokens, k, chunk):
     args = jnp.float32, rows, tokens, k
     got = sums_and_gradients(FORMS[form], loss_inputs(*args), chunk)
     for x, y in zip(got, plain(chunk, *args), strict=True):
-        assert x.dtype == y.dtype and distance(x, y) < 1e-6  # seen: 2e-7
+        assert x.dtype == y.dtype and distance(x, y) < 1e-6  # observed: 2e-7
     assert not np.any(got[2][5]), "a token without weight"
 
 
-def test_both_forms_of_the_loss_store_16_bits_and_sum_32(form):
-    """Logits round to 2^-9 of themselves; on an NVIDIA GPU those that are summed do too, but in
-    training alone: the sums of a program without gradients are those of the plain form."""
+def test_both_forms_round_to_bfloat16_and_sum_in_float32(form):
+    """Stored logits are rounded, by 2^-9 of their values. On NVIDIA GPUs logits are also rounded
+    before they are summed, but only in training: validation equals the plain form."""
     inputs, cfg = loss_inputs(jnp.bfloat16), small_config(loss_chunk=16)
     want = plain(16, jnp.bfloat16)
     got = sums_and_gradients(FORMS[form], inputs, 16)
-    sums = 2e-4 if form == "cuda" else 1e-6  # seen: 6e-5, 9e-8
+    sums = 2e-4 if form == "cuda" else 1e-6  # observed: 6e-5, 9e-8
     for x, y, off in zip(got, want, (sums, sums, 0.006, 0.006), strict=True):
-        assert x.dtype == y.dtype and distance(x, y) < off  # seen: 0.0038 of the gradients
+        assert x.dtype == y.dtype and distance(x, y) < off  # observed for gradients: 0.0038
     losses = FORMS[form], T.cross_entropy
     validated = [jit(lambda *args, f=f: f(*args, cfg))(*inputs) for f in losses]
     assert validated[0] == validated[1] and (form != "cuda" or got[:2] != want[:2])
 
 
-def test_a_loss_over_candidates_is_the_plain_one_and_reaches_only_their_rows_of_the_head(form):
-    """As loss_sums takes it: the rows of the candidates, with places among the candidates."""
+def test_a_loss_over_candidates_has_gradients_only_for_their_rows_of_the_head(form):
+    """The head has the rows of the candidates, and targets are positions among the candidates."""
     x, head, targets, weights = loss_inputs(jnp.float32, 200)
     candidates = np.unique(np.random.default_rng(0).integers(0, 200, 80)).astype(np.int32)
     assert 50 < candidates.size < 80
@@ -127,7 +124,7 @@ def test_only_the_weighted_sum_has_a_gradient_and_only_for_x_and_head():
     assert not any(np.any(grad) for grad in gradients(False))
 
 
-def test_a_loss_that_is_no_number_is_seen():
+def test_nan_inputs_make_the_loss_nan():
     x, head, *rest = loss_inputs(jnp.float32)
     run = jit(lambda x, head: T.fused_cross_entropy(x, head, *rest, small_config()))
     assert np.isfinite(run(x, head)).all()
@@ -139,13 +136,13 @@ def test_a_loss_that_is_no_number_is_seen():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a100-40", "rtx4090", "h100", "b200"])
 def test_the_loss_of_the_record_compiles_for_gpus(name):
-    """Its largest softmax, which is in one chunk, by one kernel. Some seconds each."""
+    """The largest softmax is one chunk, and one kernel. Some seconds each."""
     (device,) = preflight.absent_devices(f"{name}x1")
     mesh = jax.sharding.Mesh(np.array([device]), (T.AXIS,))
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     cfg = T.PRESETS["speedrun"]
     cfg = replace(cfg, whole_loss="always")
-    loss = T.pick_kernels(cfg, device)[0].cross_entropy
+    loss = T.choose_kernels(cfg, device)[0].cross_entropy
     t, v, d = 40_960, cfg.vocab, cfg.width
     shapes = [((t, d), cfg.dtype), ((v, d), cfg.dtype), ((t, 1), jnp.int32), ((t, 1), jnp.float32)]
     shapes = [jax.ShapeDtypeStruct(*shape, sharding=whole) for shape in shapes]
@@ -159,4 +156,4 @@ def test_the_loss_of_the_record_compiles_for_gpus(name):
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     text = jax.jit(run).lower(*shapes).compile().as_text()
     assert text.count('"__gpu$xla.gpu.triton"') == 1
-    assert not re.search(rf"= bf16\[{t},{v}\]\S* copy\(", text)  # 4 GB there and back
+    assert not re.search(rf"= bf16\[{t},{v}\]\S* copy\(", text)  # it would copy 4 GB

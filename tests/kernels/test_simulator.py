@@ -37,11 +37,12 @@ slow = pytest.mark.slow
 
 
 def run_small_kernel(body):
-    """The output of a kernel `body` that reads x, writes y and has scratch memory."""
+    """Run a kernel `body` that reads x, writes y and has scratch memory: return y."""
     x = jnp.ones((8, 128))
     block = x, T.as_one_block
-    operands = T.Operands({"x": block}, {"y": block}, {"scratch": pltpu.VMEM(x.shape, x.dtype)})
-    run = jax.jit(lambda: T.run_kernel("small", {"i": 2}, operands, body)["y"])
+    scratch = {"scratch": pltpu.VMEM(x.shape, x.dtype)}
+    operands = {"x": block}, {"y": block}, body, scratch
+    run = jax.jit(lambda: T.run_kernel("small", {"i": 2}, *operands)["y"])
     return np.asarray(run())
 
 
@@ -64,7 +65,7 @@ def reads_too_early(r):
 
 
 def test_the_simulator_finds_faults_that_the_interpreter_does_not():
-    """Uninitialized memory, a read out of bounds, a race; jax 0.12 raises at the race itself."""
+    """Uninitialized memory, a read out of bounds, a race (JAX 0.12 raises an error itself)."""
     assert np.isfinite(run_small_kernel(reads_too_far)).all()
     assert np.isfinite(run_small_kernel(reads_too_early)).all()
     with tpu_simulator():
@@ -79,21 +80,21 @@ def test_the_simulator_finds_faults_that_the_interpreter_does_not():
 
 
 BLOCK = 128  # tokens, in rows that 256 does not divide
-SCALE = BLOCK / T.BLOCK  # of windows, so that they reach across as many blocks as in the record
-LAYERS = 0, 1, 2, 3, 8, 10  # of the record: all that attend; 5 equals 0
-STAGES = {f"stage{n}": RECORD.stages[n].windows for n in (0, 1, 2, 4)}  # 3 equals 2
+SCALE = BLOCK / T.BLOCK  # of windows, so that they span the same number of blocks as the record's
+LAYERS = 0, 1, 2, 3, 8, 10  # all layers of the record with attention; layer 5 equals layer 0
+STAGES = {f"stage{n}": RECORD.stages[n].windows for n in (0, 1, 2, 4)}  # stage 3 equals stage 2
 
 
 def layer_of_record(i: int, windows: tuple[int, int]):
-    """(heads, parts, inputs) of layer `i` of the record, with two heads and scaled windows.
+    """Return (heads, parts, inputs) of layer `i` of the record, with two heads and scaled windows.
 
-    There are two rows, three blocks longer than a window, so that the rings of blocks wrap around.
+    The two rows are three blocks longer than a window, so that ring buffers wrap around.
     In row 0 documents start one token before, at, and one token after the edge of a block. Two of
     them have one token, and one is longer than the window. Row 1 begins inside a document.
     """
     windows = tuple(int(SCALE * window) for window in windows)
     heads = replace(T.heads_of(RECORD, i, windows), count=2)
-    reach = T.Plan(heads, BLOCK).reach
+    reach = T.plan_for(heads, BLOCK).reach
     blocks = reach // BLOCK + 3
     t = BLOCK * (blocks + (blocks + 1) % 2)  # an odd number, so that a block has 128 tokens
     starts = np.zeros((2, t), np.int32)
@@ -115,7 +116,7 @@ def test_layers_of_the_record_forward_and_backward(i, windows):
 @slow
 @pytest.mark.parametrize("i", LAYERS)
 def test_layers_of_the_record_in_validation(i):
-    """With the longest windows. Without gradients, the kernel saves nothing for them."""
+    """With the longest windows. Without gradients the kernel saves nothing."""
     heads, _, (arrays, _, *rest) = layer_of_record(i, RECORD.val_windows)
     with tpu_simulator():
         got = np.asarray(jit(layer(T.attend_tpu, heads))(arrays, *rest))
@@ -125,7 +126,7 @@ def test_layers_of_the_record_in_validation(i):
 
 MORE_LAYERS = [  # (row, heads, parts); a block is gcd(row, 256) tokens
     (384, long(1, 256), "xsa gates"),  # exactly two blocks back
-    # six heads, or each head would meet heads of its own half of a tile alone
+    # six heads, so that heads in different halves of a tile see each other's keys
     (384, paired(6, 201), "added added_gates"),
     (256, narrow(2, 1000, v_width=128), ""),  # beyond the row, which is one block
     *((384, long(1, w), "gates") for w in (0, 127, 129, 257)),
@@ -147,14 +148,14 @@ def test_windows_of_any_size_forward_and_backward(t, heads, parts):
 
 @slow
 @pytest.mark.parametrize("heads", [narrow(2, 99), paired(6, 200)])
-def test_layers_in_16_bits_are_as_exact_as_they_are(heads):
+def test_layers_in_bfloat16_have_only_rounding_errors(heads):
     with tpu_simulator():
         assert_rounded_layer(T.attend_tpu, heads)
 
 
 @slow
 @pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-6), ("bfloat16", 6e-3)])
-def test_sums_with_weights_of_each_token(dtype, off):
+def test_per_token_weighted_sums(dtype, off):
     """Two rows of two blocks, and weights that fill two tiles."""
     rng = np.random.default_rng(1)
     shape = 2, 512, 384
@@ -177,7 +178,7 @@ def test_gradients_of_tables(kind):
     table = rng.standard_normal((2 * 600, 128)).astype(np.float32)
     parts = [rng.standard_normal((*shape, 128)).astype(np.float32) for _ in range(2)]
     ids = ids_of(kind, np.prod(shape), 600).reshape(shape)
-    with tpu_simulator():  # a new function: jax may have compiled this one for other tests
+    with tpu_simulator():  # a new function, since JAX may have compiled add_rows_tpu before
         got = np.asarray(jit(lambda *args: T.add_rows_tpu(*args))(table, ids, parts))
     want = jit(T.scatter_rows)(table, ids, parts)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-4)
@@ -185,16 +186,16 @@ def test_gradients_of_tables(kind):
 
 @slow
 def test_kernels_pass_the_check_before_a_run():
-    """One after the other: wrong_kernels uses threads, and the simulator is not thread-safe."""
+    """Trials run in sequence: check_kernels uses threads, but the simulator is not thread-safe."""
     kernels = T.PLAIN._replace(attend=T.attend_tpu, add_rows=T.add_rows_tpu, blend=T.blend_tpu)
     for trial in T.trials(CFG):
         if trial.field in T.kernel_names(kernels).split(","):
             with tpu_simulator(), quick_compilation():
-                assert T.what_is_wrong(trial, CFG, kernels) == ""
+                assert T.failure(trial, CFG, kernels) == ""
 
 
 @slow
-def test_a_whole_run_ends_at_the_losses_of_the_plain_forms(shards):
+def test_a_run_has_the_losses_of_the_plain_forms(shards):
     """Two steps of two micro-batches with two rows each, all updates and a validation."""
     cfg = small_config(
         layers=(

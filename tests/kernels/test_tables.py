@@ -1,4 +1,4 @@
-"""Gradients of tables, and sums with weights of each token: plain, and by the kernels for TPUs."""
+"""Gradients of tables, and per-token weighted sums: plain forms and TPU kernels."""
 
 from functools import partial
 
@@ -21,7 +21,8 @@ IN_ORDER = {
 
 
 def ids_of(kind: str, tokens: int, rows: int):
-    """Token ids over a table's `rows`: even, frequent and rare ones, one alone, or two clusters."""
+    """Return token ids below `rows`: evenly distributed, with frequent ids, a single id, or two
+    clusters of ids."""
     ids = {
         "even": RNG.integers(0, rows, tokens),
         "frequent": np.minimum(3 * RNG.pareto(1, tokens), rows - 1),
@@ -37,12 +38,12 @@ def ids_of(kind: str, tokens: int, rows: int):
     ("shape", "rows", "tables"),
     [
         ((512,), 256, 1),
-        ((3, 128), 300, 4),  # as tables of values, which share the ids
-        ((2, 2, 128), 8 * 72, 1),  # as n-grams: two of each token, in what was fetched
+        ((3, 128), 300, 4),  # like value tables, which share ids
+        ((2, 2, 128), 8 * 72, 1),  # like the two n-grams of each token
     ],
 )
-def test_every_row_is_added_to_that_of_its_id(adder, shape, rows, tables):
-    """One block and many, tiles without tokens, a last tile that the table does not fill."""
+def test_every_row_is_added_to_the_row_of_its_id(adder, shape, rows, tables):
+    """One block and many blocks, tiles without tokens, a last tile that is not full."""
     for kind in KINDS:
         ids = ids_of(kind, np.prod(shape), rows).reshape(shape)
         table = RNG.standard_normal((tables * rows, 128))
@@ -62,7 +63,7 @@ def test_every_row_is_added_to_that_of_its_id(adder, shape, rows, tables):
 
 
 def test_many_small_rows_of_one_id_are_summed_in_float32():
-    """One by one in bfloat16, a sum of ones would stop at 256, where it has steps of 2."""
+    """In bfloat16 a sum of ones would stop at 256, where numbers are 2 apart."""
     rows, ids = [jnp.ones((512, 128), jnp.bfloat16)], np.full(512, 5, np.int32)
     got = np.asarray(ADDERS["kernel"](np.zeros((8, 128), np.float32), ids, rows))
     assert got[5].tolist() == [512] * 128 and not np.delete(got, 5, axis=0).any()
@@ -80,7 +81,7 @@ def test_the_kernel_for_tables_of_the_record_can_be_lowered_for_a_tpu(shape, row
 
 
 def weighted(function, down, x, weights, sources):
-    """(gradients for x, weights and sources, output) of a sum with weights."""
+    """Return (gradients of x, weights and sources, output) of a per-token weighted sum."""
 
     def total(x, weights, sources):
         y = function(x, weights, sources)
@@ -92,11 +93,11 @@ def weighted(function, down, x, weights, sources):
 @pytest.mark.parametrize(
     ("shape", "groups", "count", "dtype", "off"),
     [
-        ((2, 40, 256), 64, 3, "float32", 1e-6),  # one block of whatever there is
+        ((2, 40, 256), 64, 3, "float32", 1e-6),  # one block of all tokens
         ((1, 512, 384), 12, 10, "bfloat16", 6e-3),  # many blocks; weights in two tiles
     ],
 )
-def test_a_sum_with_weights_of_each_token_and_its_gradients(shape, groups, count, dtype, off):
+def test_a_per_token_weighted_sum_and_its_gradients(shape, groups, count, dtype, off):
     x, *sources = (jnp.asarray(RNG.standard_normal(shape), dtype) for _ in range(count + 1))
     weights = jnp.asarray(RNG.standard_normal((*shape[:2], count, groups)), jnp.float32)
     args = RNG.standard_normal(shape).astype(np.float32), x, weights, tuple(sources)

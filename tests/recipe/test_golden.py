@@ -52,7 +52,7 @@ def golden_tokens(count: int, bos: int) -> np.ndarray:
 def program(kernels: str, name: str):
     """Compile a program of the golden run."""
     cfg, mesh = golden_config(kernels=kernels), mesh_of(1)
-    chosen, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
+    chosen, _ = T.choose_kernels(cfg, mesh.devices.flat[0])
     with quick_compilation():
         return by_name(T.programs(cfg, mesh, chosen))[name].lower().compile()
 

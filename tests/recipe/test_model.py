@@ -127,8 +127,8 @@ def test_shared_keys_and_values_equal_a_copy_for_each_head(kv):
 def test_shared_keys_have_no_attention_kernel():
     device = SimpleNamespace(device_kind="TPU v6 lite", platform="tpu")
     cfg = replace(T.PRESETS["speedrun"], kv_heads=2)
-    kernels, why = T.serving_kernels(cfg, device)
-    assert kernels.attend is T.PLAIN.attend and "share none" in why
+    kernels, why = T.choose_kernels(cfg, device)
+    assert kernels.attend is T.PLAIN.attend and "share no keys" in why
     assert kernels.blend is not T.PLAIN.blend
 
 

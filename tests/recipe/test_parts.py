@@ -47,13 +47,20 @@ LATER = {
     "sum_over_devices": {"reduce_scatter"},
     "train": {"StepResult", "check_loss", "demonstrate", "log_step", "prepare", "set_handlers"},
     "update_rows": {"update_in_parts"},
-    "prepare": {"checked_kernels", "compile_all", "start_copies", "start_state", "warm_up"},
+    "prepare": {
+        "check_kernels",
+        "choose_kernels",
+        "compile_all",
+        "start_copies",
+        "start_state",
+        "warm_up",
+    },
     "gradient_bytes": {"abstract_copies"},
     "held_bytes": {"abstract_copies", "abstract_state", "keys_of_steps"},
     "resident_bytes": {"abstract_copies", "abstract_state"},
     "expected_bytes": {"keys_of_steps"},
     "with_whole_loss": {"keys_of_steps"},
-    "keeps_logits_narrow": {"PLAIN", "pick_kernels"},
+    "keeps_logits_narrow": {"PLAIN", "choose_kernels"},
     "load_state": {"abstract_state"},
     "sizes_chosen": {"PLAIN", "loss_tokens"},
     "warn_of_rows": {"PLAIN", "SCORE_BYTES", "band_block"},
@@ -94,7 +101,7 @@ def test_parts_use_only_listed_names_of_later_parts():
         if names := later_names(text_of(node), part_of(node)):
             found[", ".join(names_of(node))] = names
     assert found == LATER
-    assert PARTS["train"] == 1 and PARTS["pick_kernels"] == 5
+    assert PARTS["train"] == 1 and PARTS["choose_kernels"] == 5
 
 
 def sections(part: int) -> dict[str, str]:

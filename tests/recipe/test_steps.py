@@ -61,7 +61,7 @@ DEVICES = 4
 TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
 BANKS = {name for name, row in TABLE.items() if row.optimizer == "anvil"}
-KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
+KERNELS, _ = T.choose_kernels(CFG, jax.devices()[0])
 # The encoding "bytes" has no prefixes. These words have prefixes, and some differ only in case or
 # space, so ids for hashes of n-grams differ from token ids.
 WORDS = [bytes([i]) for i in range(48)] + [bytes([i, 65 + i % 40]) for i in range(48)]
@@ -512,7 +512,8 @@ def part_one(tmp_path_factory, shards):
         "check_tokens": lambda *_: {"small_train.bin": {}},
         "sizes_chosen": lambda *_: {},
         "data_folder": lambda cfg, say: Path(cfg.data),
-        "checked_kernels": lambda cfg, mesh, say: (part.PLAIN, "plain"),
+        "choose_kernels": lambda cfg, device: (part.PLAIN, "plain"),
+        "check_kernels": lambda cfg, mesh, kernels, say: (kernels, ""),
         "compile_all": compile_all,
         # Collectives without the order of operations for XLA.
         "gather_banks": gather_banks,

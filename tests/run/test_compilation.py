@@ -28,7 +28,7 @@ from training import BRIEF
 
 import train_gpt as T
 
-KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
+KERNELS, _ = T.choose_kernels(CFG, jax.devices()[0])
 RECORD = T.Config()
 GIB = 2**30
 
@@ -329,7 +329,7 @@ def test_the_trainer_finds_saved_executables(program_cache, monkeypatch, tmp_pat
         for cfg in T.PRESETS.values():
             mesh = T.make_mesh(cfg)[1]
             events.clear()
-            T.compile_all(cfg, mesh, T.pick_kernels(cfg, jax.devices()[0])[0])
+            T.compile_all(cfg, mesh, T.choose_kernels(cfg, jax.devices()[0])[0])
             found.append(events.count("/jax/compilation_cache/cache_hits"))
     assert f"saved: copy {tmp_path}/new/dir to v6e-8" in capsys.readouterr().out
     count = len(T.programs(BRIEF, mesh, T.PLAIN))

@@ -169,7 +169,7 @@ def test_facts_in_run_json(run, monkeypatch):
         "versions": T.versions(),
         "devices": {"kind": "cpu", "count": 2, "platform": "cpu", "processes": 1},
         "choices": {
-            "kernels": T.pick_kernels(CFG, jax.devices()[0])[1],
+            "kernels": T.choose_kernels(CFG, jax.devices()[0])[1],
             "whole_loss": "never",
             "micro_batches": [2],
             "loss_chunks": [1],
@@ -407,7 +407,7 @@ def test_log_norms_adds_norms_of_gradients_to_the_metrics(
     train, run, tmp_path, monkeypatch, counts
 ):
     """For each parameter that a step updates. They do not depend on the number of devices."""
-    kernels, _ = T.pick_kernels(CFG, jax.devices()[0])
+    kernels, _ = T.choose_kernels(CFG, jax.devices()[0])
     every = T.programs(CFG, mesh_of(CFG.devices), kernels).items()
     known = {(x.step.func, str(x.args)): key for key, x in every if not isinstance(key, T.Update)}
     compiled = {devices: programs_of(CFG, devices) for devices in counts}

@@ -730,7 +730,7 @@ def test_the_record_fits_an_h100():
     four = T.validate(replace(RECORD, layers=CFG.layers))
     devices = preflight.absent_devices("h100x8")
     _, mesh = T.make_mesh(four, devices)
-    chosen, _ = T.pick_kernels(four, devices[0])
+    chosen, _ = T.choose_kernels(four, devices[0])
     limit = preflight.HARDWARE[devices[0].device_kind].memory
     for name in ("grads2", "adam", "tables0-0", "eval"):
         program = T.programs(four, mesh, chosen)[named(four, name)].lower().compile()
