@@ -5615,8 +5615,8 @@ def specs_of(layout):
 
 @functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
-    """Return all programs of a run: key (Gradients, Update, "finish" or "eval") -> Program, in the
-    order of their first use. Nothing is traced yet."""
+    """Return all programs of a run: key (Gradients, Update, "finish" or "eval") -> Program. Nothing
+    is traced yet."""
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
@@ -5630,7 +5630,8 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
         batch = abstract_batch(cfg, mesh, *batch_shape(cfg, key))
         return copies, state["params"].get(NGRAMS), batch
 
-    for key in keys_of_steps(cfg):
+    gradients_first = sorted(keys_of_steps(cfg), key=lambda key: isinstance(key, Update))
+    for key in gradients_first:
         if isinstance(key, Gradients):
             step = functools.partial(grads_step, cfg, kernels, cfg.stages[key.stage])
             add(key, step, functools.partial(model_args, key), (P(AXIS), P(), P()))
