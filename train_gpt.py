@@ -58,7 +58,6 @@ import shlex
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -98,7 +97,7 @@ class UserError(Exception):
     """An error that the user can fix: printed as one line, exit status 2."""
 
 
-def need(holds, reason: str):
+def require(holds, reason: str):
     """Raise UserError with this reason unless `holds` is true."""
     if not holds:
         raise UserError(reason)
@@ -122,7 +121,7 @@ def need(holds, reason: str):
 # Settings (Layer, Stage, Config) and batches (Rows) come later in Part I; skim them first. A row of
 # tokens [t + 1] contains the inputs and the last target.
 
-# ---- Model: token ids -> hidden states ---------------------------------------------------------
+# ---- Model: token ids -> hidden states ----------------------------------------------------------
 
 
 class Kernels(NamedTuple):
@@ -150,7 +149,7 @@ class Inputs(NamedTuple):
     """Arrays that layers can read besides the residual stream."""
 
     x0: jax.Array  # [b, t, d] normalized embeddings
-    start: jax.Array  # [b, t, d] residual stream before layer 0
+    stream0: jax.Array  # [b, t, d] residual stream before layer 0
     looked_up: dict  # table name -> looked-up vectors (look_up)
     ngram: jax.Array | None = None  # [b, t, d] n-gram vectors
 
@@ -164,17 +163,17 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     cfg = model.cfg
     model = model._replace(segments_bt=segments_of(model, rows))
     x0 = looked_up["embed"]
-    if cfg.smear:  # "Value tables, smear, weights of branches"
+    if cfg.smear:  # "Value tables, smear, learned scalars"
         x0 = smear(x0, model.params["smear_gate"], model.params["smear_lambda"][0])
     x0 = norm(x0)
     x = x0
     gates = {}
-    if cfg.has_gates:  # "Gates and other outputs of small MLPs"
+    if cfg.has_gates:  # "Gates from small MLPs"
         gates = coefficients(model, "gate", 0, x0)
     ngram = None
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
+    if cfg.ngram_rows:  # "Hashed n-gram table"
         ngram = ngram_vectors(model, looked_up, rows)
-    if cfg.layers[0].ngram:  # "A table of hashed n-grams"
+    if cfg.layers[0].ngram:  # "Hashed n-gram table"
         x = mix((1.0, x0), (gates["ngram", 0], ngram))
     inputs = Inputs(x0, x, looked_up, ngram)
     outputs = []  # the residual stream after each layer
@@ -185,8 +184,8 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     if cfg.recompute:  # keep only layer outputs for the backward pass
         block = jax.checkpoint(block, static_argnums=0)
     for i, layer in enumerate(cfg.layers):
-        if layer.looks:  # "Gates and other outputs of small MLPs"
-            number = sum(earlier.looks for earlier in cfg.layers[: i + 1])
+        if layer.new_gates:  # "Gates from small MLPs"
+            number = sum(earlier.new_gates for earlier in cfg.layers[: i + 1])
             gates |= coefficients(model, "gate", number, x)
         if layer.mudd:  # "MUDD": the last layer is in mudd_end
             break
@@ -204,27 +203,27 @@ def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: 
     cfg, params = model.cfg, model.params
     layer = cfg.layers[i]
     terms = [(1.0, x)]  # (weight, array) pairs for mix
-    if cfg.lambdas:  # "Value tables, smear, weights of branches"
+    if cfg.lambdas:  # "Value tables, smear, learned scalars"
         terms = [(params["resid_lambdas"][i, 0], x)]
-    if layer.skip:  # "Gates and other outputs of small MLPs": without a factor on x, as upstream
+    if layer.skip:  # "Gates from small MLPs": without a factor on x, as upstream
         learned = params["skip_lambda"][cfg.layers_with("skip").index(i)]
         weight = jax.nn.sigmoid(learned) * gates["skip", i]
         terms = [(1.0, x), (weight, outputs[i - layer.skip])]
-    if layer.x0:  # "Gates and other outputs of small MLPs"
+    if layer.x0:  # "Gates from small MLPs"
         terms.append((gates["x0", i], inputs.x0))
-    if layer.ngram and i > 0:  # "A table of hashed n-grams"; forward does this for layer 0
+    if layer.ngram and i > 0:  # "Hashed n-gram table"; forward does this for layer 0
         terms.append((gates["ngram", i], inputs.ngram))
     source = x  # attention input
-    if layer.reads:  # "MUDD": attention reads an earlier layer's output
-        source = outputs[i - layer.reads]
+    if layer.reads_back:  # "MUDD": attention reads an earlier layer's output
+        source = outputs[i - layer.reads_back]
     added = None
-    if layer.values:  # "Value tables, smear, weights of branches"
+    if layer.values:  # "Value tables, smear, learned scalars"
         added = gated_values(model, i, source, inputs.looked_up)
     x = mix(*terms)
     if layer.attends:
         x = x + attention(model, i, source, added, gates)
     terms = [(1.0, x)]
-    if cfg.lambdas:  # "Value tables, smear, weights of branches"
+    if cfg.lambdas:  # "Value tables, smear, learned scalars"
         terms = [(params["resid_lambdas"][i, 1], x)]
     if layer.mlps:
         terms.append((1.0, mlp(model, i, x)))
@@ -267,7 +266,7 @@ def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
     )
     with jax.named_scope(f"attention{i}"):
         w_qkv, w_o = attention_weights(cfg, params, i, heads)
-        if cfg.lambdas:  # "Value tables, smear, weights of branches"
+        if cfg.lambdas:  # "Value tables, smear, learned scalars"
             w_qkv = mix((params["qkv_lambda"][i], w_qkv))
             w_o = mix((post_lambdas(model, i)[0] * params["o_lambda"][i], w_o))
         qkv = norm(x_btd) @ w_qkv.T
@@ -280,14 +279,14 @@ def mlp(model: Model, i: int, x_btd):
     up_fd, down_fd = mlp_weights(model.cfg, model.params, i)
     with jax.named_scope(f"mlp{i}"):
         hidden_btf = activation(norm(x_btd) @ up_fd.T)
-        if model.cfg.lambdas:  # "Value tables, smear, weights of branches"
+        if model.cfg.lambdas:  # "Value tables, smear, learned scalars"
             down_fd = mix((post_lambdas(model, i)[1], down_fd))
         return hidden_btf @ down_fd
 
 
 def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
     """Return layer `i`'s (stacked q, k and v projections [columns, d], used as x @ W.T; output
-    projection [d, n v_width], used as y @ W.T), sliced from the banks (see param_table).
+    projection [d, n v_width], used as y @ W.T), sliced from the banks (see param_specs).
 
     All layers store matrices of the same shape. Layers with narrower heads use only the first rows
     or columns of each head; unused rows get zero gradients."""
@@ -342,7 +341,7 @@ def norm(x):
     return (x * lax.rsqrt(square + epsilon)).astype(x.dtype)
 
 
-# ---- Attention: the heads of a layer, and the reference for all kernels ------------------------
+# ---- Attention: the heads of a layer, and the reference for all kernels -------------------------
 
 
 @dataclass(frozen=True)
@@ -369,11 +368,11 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     is_long = layer.attends == "long"
     return Heads(
         count=cfg.heads,
-        qk_width=h // 2 if cfg.still and not is_long else h,
+        qk_width=h // 2 if cfg.half_rope and not is_long else h,
         v_width=h // 2 if layer.narrow else h,
         window=windows[1] if is_long else windows[0],
         paired=layer.paired,
-        offset=is_long and cfg.still and cfg.key_offset,
+        offset=is_long and cfg.half_rope and cfg.key_offset,
         normed=cfg.qk_norm,
         kv=cfg.kv_heads,
     )
@@ -404,7 +403,7 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     v = v.reshape(b, t, kv, -1)
     if kv < n:  # grouped-query attention
         k, v = (jnp.repeat(x, n // kv, axis=2) for x in (k, v))
-    if inputs.added is not None:  # "Value tables, smear, weights of branches"
+    if inputs.added is not None:  # "Value tables, smear, learned scalars"
         added_btd, added_gates_btn = inputs.added
         added = added_btd.reshape(b, t, n, -1)[..., : heads.v_width]
         v = mix((1.0, v), (added_gates_btn[..., None], added))
@@ -423,7 +422,7 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     y = y.reshape(v.shape)
     if inputs.xsa_btn is not None:  # "Heads: key offset, pairs, XSA"
         y = exclude_self(y, v, inputs.xsa_btn)
-    if inputs.gates_btn is not None:  # "Gates and other outputs of small MLPs"
+    if inputs.gates_btn is not None:  # "Gates from small MLPs"
         y = mix((inputs.gates_btn[..., None], y))
     return y.reshape(b, t, -1)
 
@@ -478,7 +477,7 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     return jnp.einsum("bnts,bsnh->btnh", probs, v_btnh)
 
 
-# ---- Loss: hidden states -> summed cross-entropy -----------------------------------------------
+# ---- Loss: hidden states -> summed cross-entropy ------------------------------------------------
 
 
 def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
@@ -490,10 +489,10 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     adapt when the row length changes."""
     model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
-    per_token = x_btd, *targets_ahead(model, rows.aims)  # features, targets, weights
-    if model.cfg.pointer_width:  # "A pointer to earlier tokens": adds its probabilities
+    per_token = x_btd, *targets_ahead(model, rows.targets)  # features, targets, weights
+    if model.cfg.pointer_width:  # "Copy pointer": adds its probabilities
         per_token = with_pointer(model, rows, *per_token)
-    if rows.aims.candidates.size:  # "Losses on more than the next token, and a sampled softmax"
+    if rows.targets.candidates.size:  # "Multi-token prediction and sampled softmax"
         heads_bvd = looked_up["head"]  # one head per row, over the candidates of the row
     else:  # one head for all rows, so concatenate them
         heads_bvd = model.params["head"][None]
@@ -506,7 +505,7 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     return sum(weighted), sum(plain)
 
 
-def targets_ahead(model: Model, aims: Aims) -> tuple:
+def targets_ahead(model: Model, all_targets: Targets) -> tuple:
     """Return targets [b, t, targets] (int) and their loss weights (float32, same shape).
 
     Target j of token i is token i + j + 1, even across document boundaries. `plain` uses only
@@ -515,19 +514,19 @@ def targets_ahead(model: Model, aims: Aims) -> tuple:
     ahead = jnp.ones(1)  # loss weight of each j
     stage = model.stage
     if stage:  # training
-        ahead = model.hyper.weights[: len(stage.weights)] / stage.rows
-    tokens = jnp.arange(aims.targets.shape[1])
-    is_padding_b1 = aims.targets[:, :1] < 0
+        ahead = model.hyper.loss_weights[: len(stage.loss_weights)] / stage.rows
+    tokens = jnp.arange(all_targets.ids.shape[1])
+    is_padding_b1 = all_targets.ids[:, :1] < 0
     targets = []
     weights = []
     for j in range(ahead.shape[0]):
-        next_bt = jnp.maximum(aims.targets[:, j:], 0)
+        next_bt = jnp.maximum(all_targets.ids[:, j:], 0)
         targets.append(jnp.pad(next_bt, ((0, 0), (0, j))))
         counts_bt = (tokens[None] < tokens.size - j) & ~is_padding_b1
         weights.append(counts_bt * ahead[j])
-    if stage and any(stage.prefix):  # "Losses on more than the next token"
-        targets.append(jnp.maximum(aims.prefixes, 0))
-        weights.append((aims.prefixes >= 0) * (model.hyper.prefix / stage.rows))
+    if stage and any(stage.prefix_weights):  # "Multi-token prediction"
+        targets.append(jnp.maximum(all_targets.prefixes, 0))
+        weights.append((all_targets.prefixes >= 0) * (model.hyper.prefix_weight / stage.rows))
     return jnp.stack(targets, axis=-1), jnp.stack(weights, axis=-1)
 
 
@@ -577,7 +576,7 @@ def cap_logits(z, cfg: Config):
 def add_losses(sums, losses, weights, pointed=None):
     """Add a chunk's losses [t, targets] to the two sums of cross_entropy."""
     weighted, plain = sums
-    if pointed is not None:  # "A pointer to earlier tokens"
+    if pointed is not None:  # "Copy pointer"
         losses = mix_pointed(losses, pointed)
     on_next = jnp.where(weights[:, 0] > 0, losses[:, 0], 0.0)
     return weighted + jnp.sum(losses * weights), plain + jnp.sum(on_next)
@@ -599,7 +598,7 @@ def chunk_count(tokens: int, most: int) -> int:
     return next(n for n in range(fewest, tokens + 1) if tokens % n == 0)
 
 
-# ---- Optimizers: Adam and Muon -----------------------------------------------------------------
+# ---- Optimizers: Adam and Muon ------------------------------------------------------------------
 
 
 class AdamRates(NamedTuple):
@@ -613,16 +612,18 @@ class AdamRates(NamedTuple):
     cautious: bool  # see descend
 
 
-def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
+def adam_rates(cfg: Config, spec: ParamSpec, hyper: Hyper, steps: int) -> AdamRates:
     """Return the AdamRates for an update with the summed gradients of `steps` steps.
 
     If tables are updated half as often, their betas are squared and their weight decay is doubled
     to compensate (record 92)."""
     span, count = 1, hyper.adam_count
-    if row.updated_by == "tables":  # "When tables learn"
+    if spec.updated_by == "tables":  # "Updates of tables"
         span, count = steps / cfg.table_every[0], hyper.table_count
-    betas = tuple(beta**span for beta in row.betas)
-    return AdamRates(hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious)
+    betas = tuple(beta**span for beta in spec.betas)
+    return AdamRates(
+        hyper.lr * spec.lr, spec.decay * span, count, betas, cfg.adam_eps, cfg.cautious
+    )
 
 
 def adam(param, mean, square, grad, rates: AdamRates) -> tuple:
@@ -644,7 +645,7 @@ def descend(param, update, decay, cautious: bool):
     return param - update - decay * decays * param
 
 
-def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
+def anvil(cfg: Config, spec: ParamSpec, old: dict, grad, hyper: Hyper) -> dict:
     """Apply one ANVIL update (record 92) to a bank. `old` and the result map "params" and the
     moments to this device's shards, float32 [matrices, rows, cols].
 
@@ -667,13 +668,13 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
         update = as_large(update)  # "ANVIL": only scaled
     if cfg.equalize_rate:  # "ANVIL": normalizes rows or columns
         update, new["equaliser"] = equalize(update, old["equaliser"], cfg.equalize_rate)
-    lr = hyper.lr * row.lr
+    lr = hyper.lr * spec.lr
     decays = average * param >= 0 if cfg.cautious else 1.0
-    update += lr * row.decay * decays * param
+    update += lr * spec.decay * decays * param
     # Learning-rate factor of each matrix; padding matrices get an arbitrary factor.
     matrices = len(param)
     numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)
-    scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
+    scale = jnp.float32(spec.lr_factors).at[numbers].get(mode="clip")
     rate = lr * scale[:, None, None]
     return {"params": param - rate * update, **new}
 
@@ -713,7 +714,7 @@ def orthogonalize(x, dtype):
 
 
 @dataclass(frozen=True)
-class Param:
+class ParamSpec:
     """An entry of the parameter table."""
 
     shape: tuple[int, ...]
@@ -723,24 +724,24 @@ class Param:
     lr: float
     decay: float = 0.0  # an update subtracts lr * lr * decay * weight (ANVIL: * scale)
     betas: tuple[float, float] = (0.0, 0.0)  # for adam and rows
-    scale: tuple[float, ...] = ()  # for anvil: learning-rate factor of each matrix in the bank
+    lr_factors: tuple[float, ...] = ()  # for anvil: learning-rate factor of each matrix in the bank
     averages: tuple[tuple[str, float], ...] = ()  # (kind of average, its weight in the end)
     rescaled: bool = False  # averaging keeps the norm of the weights
     sharded: bool = True  # across devices along axis 0; small parameters are replicated
     dtype: str = "float32"
 
 
-def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
+def moments(cfg: Config, spec: ParamSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a parameter's optimizer state: kind -> shape."""
-    if row.optimizer == "adam":
-        return {"first": row.shape, "second": row.shape}
-    if row.optimizer == "rows":
-        return {"second": row.shape[:1]}
-    kept = {"fast": row.shape}
+    if spec.optimizer == "adam":
+        return {"first": spec.shape, "second": spec.shape}
+    if spec.optimizer == "rows":
+        return {"second": spec.shape[:1]}
+    kept = {"fast": spec.shape}
     if cfg.slow_rate:  # "ANVIL": a second momentum
-        kept["slow"] = row.shape
+        kept["slow"] = spec.shape
     if cfg.equalize_rate:  # "ANVIL": one number per row or column of a matrix
-        kept["equaliser"] = row.shape[0], max(row.shape[1:])
+        kept["equaliser"] = spec.shape[0], max(spec.shape[1:])
     return kept
 
 
@@ -748,8 +749,8 @@ NGRAMS = "ngram_table"  # has no compute copy, and a separate gradient exchange
 
 
 @functools.cache
-def param_table(cfg: Config) -> dict[str, Param]:
-    """Return name -> Param for every parameter.
+def param_specs(cfg: Config) -> dict[str, ParamSpec]:
+    """Return name -> ParamSpec for every parameter.
 
     Matrices of equal shape are stacked into banks, so that ANVIL needs one batched call per shape:
         qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention layer (x @ W.T).
@@ -770,43 +771,47 @@ def param_table(cfg: Config) -> dict[str, Param]:
     up_rate = math.sqrt(max(1, f / d))
     mlp_rates = (up_rate, 2 * up_rate) * mlps  # up, down, up, down, as stored
     # All up-projections, then all down-projections: the order of in_pairs.
-    mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps
-    mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
+    mlp_init = (1.0,) * mlps + (cfg.down_init,) * mlps
+    mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_init, mlp_rates)
     # Learning rate, weight decay and betas of the record.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
-    vo_starts = (1.0, cfg.o_start) * attentions
+    vo_init = (1.0, cfg.o_init) * attentions
     if cfg.shared:  # v has fewer rows than o, so it needs a separate bank
-        vo_starts = (cfg.o_start,) * attentions
+        vo_init = (cfg.o_init,) * attentions
     table = {
         "head": head,
         "embed": head,
         "qk_bank": by_anvil(cfg, (attentions * cfg.qk_matrices, per_matrix * h, d)),
-        "vo_bank": by_anvil(cfg, (len(vo_starts), d, d), vo_starts),
+        "vo_bank": by_anvil(cfg, (len(vo_init), d, d), vo_init),
         "mlp_bank": dataclasses.replace(mlp_bank, init=functools.partial(in_pairs, mlp_bank.init)),
     }
     if cfg.shared:
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
-    table = with_ideas(cfg, table)  # "Parameters of ideas"
+    table = with_ideas(cfg, table)  # "Parameters of the ideas"
     # Skip empty parameters, e.g. banks if no layer has an MLP, or gate MLPs if gate_width=0.
-    return {name: row for name, row in table.items() if math.prod(row.shape)}
+    return {name: spec for name, spec in table.items() if math.prod(spec.shape)}
 
 
-def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> Param:
-    """Return a Param that is updated with Adam. `rates` are factors on lr_adam and decay_adam;
-    `fields` override other Param fields."""
+def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> ParamSpec:
+    """Return a ParamSpec that is updated with Adam. `rates` are factors on lr_adam and decay_adam;
+    `fields` override other ParamSpec fields."""
     lr, decay = rates
     rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
     kinds = {"optimizer": "adam", "updated_by": "adam"}
-    return Param(shape, start, **(rates | kinds | fields))
+    return ParamSpec(shape, start, **(rates | kinds | fields))
 
 
-def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
-    """Return the Param of a bank. `starts` and `scale` are per-matrix factors on the initial values
-    and on the learning rate."""
+def by_anvil(cfg: Config, shape, init_scales=1.0, lr_factors: tuple = ()) -> ParamSpec:
+    """Return the ParamSpec of a bank. `init_scales` and `lr_factors` are per-matrix factors on the
+    initial values and on the learning rate."""
     std = 0.5 / math.sqrt(cfg.width)  # as in upstream
-    start = functools.partial(uniform, std, starts)
-    rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
-    return Param(shape, start, "anvil", "anvil", **rates)
+    start = functools.partial(uniform, std, init_scales)
+    rates = {
+        "lr": cfg.lr_anvil,
+        "decay": cfg.decay_anvil,
+        "lr_factors": lr_factors or (1.0,) * shape[0],
+    }
+    return ParamSpec(shape, start, "anvil", "anvil", **rates)
 
 
 def in_pairs(init: Callable, key, shape):
@@ -830,18 +835,18 @@ def uniform(std: float, factors: float | tuple[float, ...], key, shape):
 
 def updated(cfg: Config, kind: str) -> list[str]:
     """Return the names of all parameters updated by the program `kind`."""
-    return [name for name, row in param_table(cfg).items() if row.updated_by == kind]
+    return [name for name, spec in param_specs(cfg).items() if spec.updated_by == kind]
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     """Build a tree with the structure of the training state: kind -> name -> leaf(shape, dtype,
-    Param). Kinds are "params", the optimizer moments and the averages."""
+    ParamSpec). Kinds are "params", the optimizer moments and the averages."""
     state = {}
-    for name, row in param_table(cfg).items():
-        state.setdefault("params", {})[name] = leaf(row.shape, jnp.dtype(row.dtype), row)
-        shapes = moments(cfg, row) | {average: row.shape for average, _ in row.averages}
+    for name, spec in param_specs(cfg).items():
+        state.setdefault("params", {})[name] = leaf(spec.shape, jnp.dtype(spec.dtype), spec)
+        shapes = moments(cfg, spec) | {average: spec.shape for average, _ in spec.averages}
         for kind, shape in shapes.items():
-            state.setdefault(kind, {})[name] = leaf(shape, jnp.dtype("float32"), row)
+            state.setdefault(kind, {})[name] = leaf(shape, jnp.dtype("float32"), spec)
     return state
 
 
@@ -849,20 +854,20 @@ def init_state(cfg: Config, seed):
     """Return the training state before the first step."""
     key = jax.random.key(seed)
 
-    def zeros(shape, dtype, row):
+    def zeros(shape, dtype, spec):
         return jnp.zeros(shape, dtype)
 
     state = map_state(cfg, zeros)
-    for name, row in param_table(cfg).items():
-        if callable(row.init):
+    for name, spec in param_specs(cfg).items():
+        if callable(spec.init):
             # Derive the key from the name, so that adding a parameter does not change the others.
             digest = hashlib.sha256(name.encode()).digest()
             salt = int.from_bytes(digest[:4], "little")
-            start = row.init(jax.random.fold_in(key, salt), row.shape)
+            start = spec.init(jax.random.fold_in(key, salt), spec.shape)
         else:
-            start = jnp.full(row.shape, row.init, jnp.float32)
-        state["params"][name] = start.astype(row.dtype)
-    if cfg.tied:  # "When tables learn, and as long as head and embedding are one matrix"
+            start = jnp.full(spec.shape, spec.init, jnp.float32)
+        state["params"][name] = start.astype(spec.dtype)
+    if cfg.tied:  # "Updates of tables, and tied embeddings"
         state = tie(state)
     return state
 
@@ -877,13 +882,13 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     records/NOTES.md)."""
     copies = {}
     for name, x in params.items():
-        row = param_table(cfg)[name]
+        spec = param_specs(cfg)[name]
         if name == NGRAMS:
             continue
-        copies[name] = x.astype(cfg.dtype) if row.sharded else x
-        if row.sharded and row.optimizer != "anvil":
+        copies[name] = x.astype(cfg.dtype) if spec.sharded else x
+        if spec.sharded and spec.optimizer != "anvil":
             full = gather(copies[name])
-            copies[name] = full[: row.shape[0]]  # without padding (abstract_state)
+            copies[name] = full[: spec.shape[0]]  # without padding (abstract_state)
         if name == "value_tables":
             copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
     return copies
@@ -910,10 +915,10 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     total, grads = gradients_of(model, batch.rows)
     grads = {name: in_copy_dtype(grad, model.params[name]) for name, grad in grads.items()}
     dropped = jnp.float32(0)
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
+    if cfg.ngram_rows:  # "Hashed n-gram table"
         dropped = dropped_ngrams(batch.rows.slots)
     numbers = lax.psum(jnp.stack([total / stage.batch_tokens, dropped]), AXIS)
-    if cfg.ngram_rows:  # "A table of hashed n-grams": sent after the loss
+    if cfg.ngram_rows:  # "Hashed n-gram table": sent after the loss
         numbers, grads[NGRAMS] = send_to_owners(requested, grads[NGRAMS], numbers)
     grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})  # psum_scatter
     loss, dropped = numbers
@@ -924,7 +929,7 @@ def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: B
     """Return (Model with unsharded parameters, n-gram rows requested by all devices, function that
     reduce-scatters bank gradients). `stage` is None in validation."""
     requested, fetched = None, {}
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
+    if cfg.ngram_rows:  # "Hashed n-gram table"
         requested, fetched = fetch_requests(table, batch)
     # Start gathering after the fetch, because layer 0 needs the n-grams first.
     fetched, copies, scatter_banks = gather_banks(cfg, copies, fetched)
@@ -977,12 +982,12 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
     """Return the ids to look up in each table: table name -> ids of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
     ids = {"embed": tokens}
-    if cfg.layers_with("values"):  # "Value tables, smear, weights of branches"
+    if cfg.layers_with("values"):  # "Value tables, smear, learned scalars"
         ids["value_tables"] = tokens
-    if cfg.ngram_rows:  # "A table of hashed n-grams": positions among the fetched rows
+    if cfg.ngram_rows:  # "Hashed n-gram table": positions among the fetched rows
         ids[NGRAMS] = rows.slots
-    if rows.aims.candidates.size:  # "Losses on more than the next token, and a sampled softmax"
-        ids["head"] = rows.aims.candidates
+    if rows.targets.candidates.size:  # "Multi-token prediction and sampled softmax"
+        ids["head"] = rows.targets.candidates
     return ids
 
 
@@ -1049,41 +1054,41 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     new = {kind: dict(arrays) for kind, arrays in state.items()}
     norms = {}
     for name, grads in due.items():
-        row = param_table(cfg)[name]
-        old = {kind: state[kind][name] for kind in ("params", *moments(cfg, row))}
-        if row.optimizer == "rows":  # "A table of hashed n-grams"
-            rates = adam_rates(cfg, row, hyper, len(grads))
+        spec = param_specs(cfg)[name]
+        old = {kind: state[kind][name] for kind in ("params", *moments(cfg, spec))}
+        if spec.optimizer == "rows":  # "Hashed n-gram table"
+            rates = adam_rates(cfg, spec, hyper, len(grads))
             arrays = old["params"], old["second"]
             table, second, square = update_rows(cfg, *arrays, grads, rates, kernels.add_rows)
             changed = {"params": table, "second": second}
         else:
-            grad = sum_over_devices(cfg, row, grads)
+            grad = sum_over_devices(cfg, spec, grads)
             square = jnp.sum(grad * grad)
-            if row.optimizer == "anvil":
-                changed = anvil(cfg, row, old, grad, hyper)
+            if spec.optimizer == "anvil":
+                changed = anvil(cfg, spec, old, grad, hyper)
             else:
-                rates = adam_rates(cfg, row, hyper, len(grads))
+                rates = adam_rates(cfg, spec, hyper, len(grads))
                 arrays = adam(old["params"], old["first"], old["second"], grad, rates)
                 changed = dict(zip(("params", "first", "second"), arrays, strict=True))
         for kind, x in changed.items():
             new[kind][name] = x
-        if row.averages:  # "Averages of the last weights"
-            follow(new, name, row, hyper)
+        if spec.averages:  # "Weight averaging"
+            follow(new, name, spec, hyper)
         if cfg.log_norms:
-            if row.sharded:
+            if spec.sharded:
                 square = lax.psum(square, AXIS)
             norms[name] = jnp.sqrt(square)
     copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
     return new, copies, norms
 
 
-def sum_over_devices(cfg: Config, row: Param, grads: tuple):
+def sum_over_devices(cfg: Config, spec: ParamSpec, grads: tuple):
     """Sum the gradients of several steps over all devices, in float32. Return this device's shard,
     or the full array for a replicated parameter."""
-    if row.sharded and row.optimizer != "anvil":
+    if spec.sharded and spec.optimizer != "anvil":
         return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
     grad = sum(x.astype(jnp.float32) for x in grads)
-    if row.sharded:  # a bank: already summed over devices by grads_step
+    if spec.sharded:  # a bank: already summed over devices by grads_step
         return grad
     return lax.psum(grad, AXIS)
 
@@ -1091,12 +1096,12 @@ def sum_over_devices(cfg: Config, row: Param, grads: tuple):
 def finish_step(cfg: Config, state):
     """Return (state, compute copies) with the final, averaged weights."""
     params = state["params"]
-    if cfg.tail or cfg.tail_average:  # "Averages of the last weights"
+    if cfg.tail or cfg.tail_average:  # "Weight averaging"
         params = move_to_averages(cfg, state)
     return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
 
-# ---- Validation --------------------------------------------------------------------------------
+# ---- Validation ---------------------------------------------------------------------------------
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
@@ -1111,7 +1116,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     batches = micro_batches(cfg, batch.rows)
     total = jnp.sum(lax.map(loss, batches))
     dropped = jnp.float32(0)
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
+    if cfg.ngram_rows:  # "Hashed n-gram table"
         dropped = dropped_ngrams(batch.rows.slots)
     return tuple(lax.psum(jnp.stack([total, dropped]), AXIS))
 
@@ -1124,7 +1129,7 @@ def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int
     return float(total) / cfg.val_tokens, int(dropped)
 
 
-# ---- Training: the clock and the loop ----------------------------------------------------------
+# ---- Training: the clock and the loop -----------------------------------------------------------
 
 
 def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
@@ -1209,7 +1214,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
         demonstrate(log, trained)
     missing = log.facts.get("missing")  # the error of a checkpoint
-    need(not missing, f"the run has ended well, but {missing}")
+    require(not missing, f"the run has ended well, but {missing}")
     return log.folder
 
 
@@ -1234,8 +1239,8 @@ class Layer:
     x0: bool = False  # add the gated token embedding
     ngram: bool = False  # add the gated n-gram vector
     skip: int = 0  # add the gated output from this many layers back; 0 disables it
-    reads: int = 0  # attention reads the output from this many layers back; 0: the stream
-    looks: bool = False  # compute new gates from the stream, for this and later layers
+    reads_back: int = 0  # attention reads the output from this many layers back; 0: the stream
+    new_gates: bool = False  # compute new gates from the stream, for this and later layers
     mudd: bool = False  # last layer only: per-token weights for all terms (mudd_layer)
     mlps: int = 1  # number of parallel MLPs
 
@@ -1250,10 +1255,10 @@ class Stage:
     doc_cap: int  # truncate documents to this length; 0: rows ignore document boundaries
     windows: Positive[tuple[int, int]]  # attention windows of short and long layers
     lr_factor: float = 1.0  # factor on all learning rates
-    weights: tuple[float, ...] = (1.0,)  # loss weights of the next token, the token after it, ...
-    weights_end: tuple[float, ...] = (1.0,)  # weights at the end, interpolated linearly
+    loss_weights: tuple[float, ...] = (1.0,)  # of the next token, the token after it, ...
+    loss_weights_end: tuple[float, ...] = (1.0,)  # weights at the end, interpolated linearly
     # Each entry applies to an equal part of the stage:
-    prefix: tuple[float, ...] = (0.0,)  # loss weight of the next token's prefix (record 88)
+    prefix_weights: tuple[float, ...] = (0.0,)  # loss weight of the next token's prefix (record 88)
     candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0: full vocabulary
 
     @property
@@ -1280,13 +1285,13 @@ class Config:
         Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
         Layer("short", paired=True, values=True, x0=True),
         Layer("long", xsa=True, gated=True),
-        Layer(x0=True, ngram=True, looks=True),
+        Layer(x0=True, ngram=True, new_gates=True),
         Layer("short", paired=True, x0=True, ngram=True),
         Layer(skip=3),  # adds the output of layer 3
         Layer(x0=True, mlps=0),  # only adds the embedding, for layer 10
         Layer("short", narrow=True, values=True, mlps=2),
         Layer(ngram=True),
-        Layer("long", values=True, gated=True, reads=3, mudd=True),  # reads the output of layer 7
+        Layer("long", values=True, gated=True, reads_back=3, mudd=True),  # reads layer 7
     )
     width: Positive[int] = 768
     heads: Positive[int] = 6
@@ -1303,12 +1308,12 @@ class Config:
     ngram_drop: float = 0.0  # dropout probability of n-gram vectors
     sign_rows: int = 8192  # rows of random signs that tell colliding n-grams apart; 0 disables
     documents: bool = True  # attention does not cross document boundaries
-    still: bool = True  # RoPE on half of the head dimensions; short layers drop the other half
+    half_rope: bool = True  # RoPE on half of the head dimensions; short layers drop the other half
     qk_norm: bool = True
     key_offset: bool = True  # long layers match keys of the previous token (key_offset)
     qk_heads: int = 2  # heads per qk_bank matrix; 0 means all
-    o_start: float = 1.0  # initial scale of attention output projections
-    down_start: float = 0.0  # initial scale of MLP down-projections
+    o_init: float = 1.0  # initial scale of attention output projections
+    down_init: float = 0.0  # initial scale of MLP down-projections
     squared_relu: bool = True  # MLP activation; False means GELU
     smear: bool = True  # add the gated embedding of the previous token to each embedding
     lambdas: bool = True  # learned scalars on q, k, v, o and on the terms of a layer
@@ -1319,7 +1324,7 @@ class Config:
     attn_scales: tuple[float, float] = (0.13, 0.085)  # initial scale of q k^T: short, long layers
     # a, b, c in a * sigmoid((logit + b) / c); zeros disable the cap
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)
-    pointer_width: int = 0  # query/key width of the copy pointer (pointer_chances); 0 disables
+    pointer_width: int = 0  # query/key width of the copy pointer (pointer_probs); 0 disables
     pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # block size: training, validation
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # activations and the n-gram table
     # Schedule. Batch size, windows and document length grow; the batch shrinks in the end.
@@ -1330,10 +1335,12 @@ class Config:
     stages: tuple[Stage, ...] = (  # lr_factor grows roughly with the square root of the batch size
         Stage(share=320 / 1174, batch_tokens=131_072, row_tokens=16_384, doc_cap=896,
               windows=(128, 384), lr_factor=1.0, candidates=(10_240,),
-              weights=(1.0, 0.5, 0.25), weights_end=(1.0, 0.5, 0.0), prefix=(0.25,)),
+              loss_weights=(1.0, 0.5, 0.25), loss_weights_end=(1.0, 0.5, 0.0),
+              prefix_weights=(0.25,)),
         Stage(share=361 / 1174, batch_tokens=262_144, row_tokens=32_768, doc_cap=2048,
               windows=(384, 896), lr_factor=1.52, candidates=(10_240,),
-              weights=(1.0, 0.5), weights_end=(1.0, 0.0), prefix=(0.2, 0.15, 0.1, 0.05)),
+              loss_weights=(1.0, 0.5), loss_weights_end=(1.0, 0.0),
+              prefix_weights=(0.2, 0.15, 0.1, 0.05)),
         Stage(share=426 / 1174, batch_tokens=393_216, row_tokens=49_152, doc_cap=3072,
               windows=(640, 1408), lr_factor=1.73, candidates=(14_336, 14_336, 24_576)),
         Stage(share=67 / 1174, batch_tokens=327_680, row_tokens=40_960, doc_cap=3072,
@@ -1342,15 +1349,15 @@ class Config:
               windows=(768, 1664)),
     )
     # fmt: on
-    passes: Positive[int] = 1  # maximum number of training epochs; records use 1
+    epochs: Positive[int] = 1  # maximum number of training epochs; records use 1
     attention_cap: Positive[int] = 2560  # maximum segment length in training (segment_ids)
     tied: float = 1.0  # fraction of the schedule with tied head and embedding
     cooldown: float = 0.8  # final fraction of the schedule with linear learning-rate decay
     lr_floor: float = 0.3  # learning-rate factor after the cooldown
-    # Optimizers. param_table has per-parameter factors.
+    # Optimizers. param_specs has per-parameter factors.
     muon: bool = True  # orthogonalize matrix updates; False only rescales them (as_large)
     lr_anvil: float = 0.023
-    decay_anvil: float = 2.25  # weight decay per step: lr * lr * decay_anvil * Param.scale
+    decay_anvil: float = 2.25  # weight decay per step: lr * lr * decay_anvil * ParamSpec.lr_factors
     momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (momentum_at)
     momentum_warmup: Positive[int] = 240  # steps
     momentum_cooldown: int = 50  # steps
@@ -1415,9 +1422,9 @@ class Config:
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
-    def aimed(self) -> bool:
+    def has_aux_targets(self) -> bool:
         """Whether any stage uses candidates or prefixes."""
-        return any(any(stage.prefix + stage.candidates) for stage in self.stages)
+        return any(any(stage.prefix_weights + stage.candidates) for stage in self.stages)
 
     @property
     def has_gates(self) -> bool:
@@ -1460,9 +1467,9 @@ PRESETS = {
         preset="tiny",
         layers=(
             Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-            Layer(skip=1, looks=True),
+            Layer(skip=1, new_gates=True),
             Layer("short", paired=True, values=True, x0=True),
-            Layer("long", values=True, gated=True, reads=2, mudd=True),
+            Layer("long", values=True, gated=True, reads_back=2, mudd=True),
         ),
         width=128, heads=2, mlp_width=256, gate_width=32, mudd_width=32, ngram_rows=262_144,
         encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
@@ -1503,12 +1510,12 @@ class Hyper(NamedTuple):
     adam_count: np.ndarray  # index of the Adam update, from 1
     freqs: np.ndarray  # [2, rotating pairs] RoPE frequencies of short and long layers
     scales: np.ndarray  # [2] scale of q k^T in short and long layers
-    weights: np.ndarray  # [k] loss weights of the next token, the token after it, ...
+    loss_weights: np.ndarray  # [k] loss weights of the next token, the token after it, ...
     # None if the idea is disabled:
     fast_beta: np.ndarray | None = None  # beta of the fast average (two_rails)
     fast_weight: np.ndarray | None = None  # weight of the fast average (two_rails)
     table_count: np.ndarray | None = None  # index of the table update, from 1
-    prefix: np.ndarray | None = None  # loss weight of the next token's prefix
+    prefix_weight: np.ndarray | None = None  # loss weight of the next token's prefix
     average_rates: np.ndarray | None = None  # [4] rates of AVERAGES; 0 leaves an average unchanged
     drop_seed: np.ndarray | None = None  # seed of ngram_dropout
 
@@ -1536,7 +1543,7 @@ class Gradients(NamedTuple):
 class Update(NamedTuple):
     """Key of a program that updates parameters; str(key) is its name, e.g. tables2-2-2-2."""
 
-    kind: str  # updates the parameters with this Param.updated_by
+    kind: str  # updates the parameters with this ParamSpec.updated_by
     steps: int  # number of accumulated steps
     tied: bool = False  # for adam: head and embedding are tied
     stages: tuple[int, ...] = ()  # for tables: stage of each step, which affects shapes
@@ -1560,7 +1567,7 @@ def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
     (stage, candidates) for each step; equal shapes share a program."""
     adam_due, tables = updates_due(cfg)
     last_tied = -1
-    if cfg.tied:  # "When tables learn"
+    if cfg.tied:  # "Updates of tables"
         last_tied = last_tied_step(cfg)
     numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
     of_steps = []
@@ -1582,7 +1589,7 @@ def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     step = np.arange(cfg.steps)
     adam_due = (step + 1) % cfg.adam_every == 0
     tables = np.zeros_like(step)
-    if updated(cfg, "tables"):  # "When tables learn"
+    if updated(cfg, "tables"):  # "Updates of tables"
         tables = table_updates(cfg, step)
     return adam_due, tables
 
@@ -1603,9 +1610,9 @@ def hyper_of_steps(cfg: Config) -> Hyper:
         adam_count=step // cfg.adam_every + 1,
         freqs=np.stack([freqs] * cfg.steps),
         scales=np.stack([scales] * cfg.steps),
-        weights=np.ones((cfg.steps, 1)),
+        loss_weights=np.ones((cfg.steps, 1)),
     )
-    hyper = hyper_of_ideas(cfg, hyper)  # "Parameters of ideas"
+    hyper = hyper_of_ideas(cfg, hyper)  # "Parameters of the ideas"
     return hyper
 
 
@@ -1636,7 +1643,7 @@ def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     """Return the initial RoPE frequencies, float32 [2, rotating pairs], and scales of q k^T [2],
     for short and long layers."""
     pairs = cfg.head_width // 2
-    if cfg.still:  # RoPE on half of the dimensions
+    if cfg.half_rope:  # RoPE on half of the dimensions
         pairs = cfg.head_width // 4
     freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, pairs, dtype=np.float32)
     return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
@@ -1660,15 +1667,15 @@ def in_parts(cfg: Config, name: str) -> np.ndarray:
     return np.array(entries)
 
 
-# ---- Batches: the input of a step ----------------------------------------------------------------
+# ---- Batches: the input of a step ---------------------------------------------------------------
 
 
-class Aims(NamedTuple):
+class Targets(NamedTuple):
     """Prediction targets of a batch, int32. With a sampled softmax, targets and prefixes are
     positions in the row's candidates; otherwise they are token ids."""
 
     candidates: np.ndarray  # [b, candidates] sorted ids; [b, 0] for the full vocabulary
-    targets: np.ndarray  # [b, t] next tokens; -1 in padding rows of a validation batch
+    ids: np.ndarray  # [b, t] next tokens; -1 in padding rows of a validation batch
     prefixes: np.ndarray  # [b, t] the next token's prefix; -1 if none
 
 
@@ -1678,7 +1685,7 @@ class Rows(NamedTuple):
     tokens: jax.Array  # uint16 [b, t + 1]: inputs and the last target
     hashed: jax.Array | None  # uint16 [b, t]: ids for n-gram hashing; None without n-grams
     slots: jax.Array | None  # int32 [b, 2, t]: n-gram positions in the fetched rows (`request`)
-    aims: Aims
+    targets: Targets
 
 
 class Batch(NamedTuple):
@@ -1702,7 +1709,7 @@ def train_batches(
     """Yield (Batch, LoaderState after it) for each step from `step` on. Vocabulary tables are built
     here so that the clock includes them."""
     vocab = None
-    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next", "A table of hashed n-grams"
+    if cfg.has_aux_targets or cfg.ngram_rows:  # "Multi-token prediction", "Hashed n-gram table"
         vocab = vocabulary(cfg, words)
     for number in range(step, cfg.steps):
         batch, state = next_batch(cfg, mesh, stream, vocab, number, state)
@@ -1714,28 +1721,28 @@ def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, s
     enabled idea needs a Vocabulary."""
     stage = cfg.stages[schedule(cfg).stage[step]]
     tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
-    aims = next_tokens(tokens[:, 1:].astype(np.int32))
+    all_targets = next_tokens(tokens[:, 1:].astype(np.int32))
     offsets = state.offsets
-    if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
+    if cfg.has_aux_targets:  # "Multi-token prediction and sampled softmax"
         count = schedule(cfg).candidates[step]
         always = [cfg.real_tokens] if cfg.pointer_width else []  # the copy id (see mix_pointed)
-        aims, offsets = batch_aims(tokens, offsets, count, vocab.prefix_v, always)
-    batch = put_batch(cfg, mesh, step, vocab, tokens, aims)
+        all_targets, offsets = batch_targets(tokens, offsets, count, vocab.prefix_v, always)
+    batch = put_batch(cfg, mesh, step, vocab, tokens, all_targets)
     return batch, LoaderState(cursor, offsets)
 
 
-def next_tokens(targets) -> Aims:
-    """Return Aims with targets [b, t] only; the prefixes are a placeholder."""
+def next_tokens(targets) -> Targets:
+    """Return Targets with targets [b, t] only; the prefixes are a placeholder."""
     no_candidates = np.empty((len(targets), 0), np.int32)
-    return Aims(no_candidates, targets, prefixes=targets)
+    return Targets(no_candidates, targets, prefixes=targets)
 
 
-def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> Batch:
+def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, all_targets: Targets) -> Batch:
     """Put a Batch on the devices. `tokens` are this process's rows, uint16 [b, t + 1]."""
-    rows = Rows(tokens, None, None, aims)
+    rows = Rows(tokens, None, None, all_targets)
     requests = None
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
-        rows, requests = hashed_rows(cfg, mesh, vocab, tokens, aims)
+    if cfg.ngram_rows:  # "Hashed n-gram table"
+        rows, requests = hashed_rows(cfg, mesh, vocab, tokens, all_targets)
     rows, requests = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
     hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
     return Batch(rows, requests, hyper)
@@ -1774,7 +1781,7 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 IDEAS = {
     "muon": "muon=0",  # orthogonalized matrix updates (anvil)
     "squared_relu": "squared_relu=0",  # ReLU^2 instead of GELU (mlp)
-    "zero_start": "down_start=1",  # zero-initialized MLP outputs (param_table)
+    "zero_start": "down_init=1",  # zero-initialized MLP outputs (param_specs)
     "qk_norm": "qk_norm=0",  # normalized queries and keys (attend_heads)
     "documents": "documents=0",  # attention within documents (segment_ids)
     "logit_cap": "logit_cap=0,0,0",  # bounded logits (cap_logits)
@@ -1782,7 +1789,7 @@ IDEAS = {
     "windows": "stages.*.windows=128,128 val_windows=128,128",
     "values": "layers.*.values=0",
     "value_gates": "value_gates=0",
-    "still": "still=0",  # no RoPE on half of the dimensions (rope_tables)
+    "still": "half_rope=0",  # no RoPE on half of the dimensions (rope_tables)
     "packing": "stages.*.doc_cap=0",
     "smear": "smear=0",
     "seldom": "adam_every=1 table_every=1,1",
@@ -1793,18 +1800,18 @@ IDEAS = {
     "key_offset": "key_offset=0",
     "tied": "tied=0",
     "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",
-    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
+    "ahead": "stages.*.loss_weights=(1.0,) stages.*.loss_weights_end=(1.0,)",
     "paired": "layers.*.paired=0",
     "qk_heads": "qk_heads=0",
-    "o_start": "o_start=0",  # nonzero output projections (param_table)
-    "reads": "layers.*.reads=0",  # attention reads an earlier layer (layer_output)
+    "o_start": "o_init=0",  # nonzero output projections (param_specs)
+    "reads": "layers.*.reads_back=0",  # attention reads an earlier layer (layer_output)
     "mudd": "layers.*.mudd=0",
     "xsa": "layers.*.xsa=0",
     "gated": "layers.*.gated=0",
     "x0": "layers.*.x0=0",
     "signs": "sign_rows=0",
-    "gates": "gate_width=0 layers.*.looks=0",
-    "prefix": "stages.*.prefix=(0.0,)",
+    "gates": "gate_width=0 layers.*.new_gates=0",
+    "prefix": "stages.*.prefix_weights=(0.0,)",
     "narrow": "layers.*.narrow=0",  # half-width values (heads_of)
     "fewer": "layers.*.attends=long layers.*.skip=0",  # fewer attention layers (Config.layers)
     "candidates": "stages.*.candidates=(0,)",
@@ -1817,7 +1824,7 @@ IDEAS = {
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
-# ---- When tables learn, and as long as head and embedding are one matrix -----------------------
+# ---- Updates of tables, and tied embeddings -----------------------------------------------------
 
 # Each batch uses a table row only a few times, so row gradients are noisy. Tables therefore
 # accumulate gradients over two steps, later over four, and Adam over two (records 39, 92: 22 M;
@@ -1863,7 +1870,7 @@ def tie(state):
     return tied
 
 
-# ---- Rotation that follows the windows -----------------------------------------------------------
+# ---- RoPE frequencies that follow the windows ---------------------------------------------------
 
 # Attention windows start short to make early steps cheap, and grow at each stage (records 13, 20,
 # 31: 65 M; without=windows). For a larger window, YaRN (Peng et al. 2023) lowers the low rotation
@@ -1895,7 +1902,7 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
     return freqs * (slower + kept * (1 - slower))
 
 
-# ---- Averages of the last weights ----------------------------------------------------------------
+# ---- Weight averaging ---------------------------------------------------------------------------
 
 # Averaging the last weights reduces noise, so the learning rate can stay high (record 92: 3.8 s;
 # without=averages). `follow` updates the averages during the last steps. After the last step,
@@ -1906,7 +1913,7 @@ class Average(NamedTuple):
     """A weight average and its parameters."""
 
     length: str  # setting with the number of steps to average
-    updated_by: str  # Param.updated_by of its parameters
+    updated_by: str  # ParamSpec.updated_by of its parameters
     shares: dict[str, float]  # parameter -> fraction of the way to its average
     rescaled: bool = True  # restore each parameter's norm
 
@@ -1927,7 +1934,7 @@ AVERAGE_EVERY = 4  # steps between updates of a matrix average
 AVERAGE_MEMORY = 0.212  # horizon of `average` and value_average, relative to tail_average
 
 
-def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
+def with_averages(cfg: Config, table: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
     """Return the parameter table with `averages` and `rescaled` filled in. An average applies only
     to parameters with the same `updated_by`."""
     completed = {}
@@ -1968,11 +1975,11 @@ def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
     return np.stack([rates[kind] for kind in AVERAGES], axis=1)
 
 
-def follow(state, name: str, row: Param, hyper: Hyper):
+def follow(state, name: str, spec: ParamSpec, hyper: Hyper):
     """Update the averages of a parameter in `state`, in place. This runs even while rates are 0, so
     that all steps share one compiled program."""
     kinds = list(AVERAGES)
-    for kind, _ in row.averages:
+    for kind, _ in spec.averages:
         rate = hyper.average_rates[kinds.index(kind)]
         average = state[kind][name]
         weight = state["params"][name]
@@ -1991,19 +1998,19 @@ def move_to_averages(cfg: Config, state) -> dict:
     params = dict(state["params"])
     kinds = list(AVERAGES)
     has_started = schedule(cfg).hyper.average_rates.any(axis=0)
-    for name, row in param_table(cfg).items():
-        for kind, share in row.averages:
+    for name, spec in param_specs(cfg).items():
+        for kind, share in spec.averages:
             if has_started[kinds.index(kind)]:
                 difference = state[kind][name] - params[name]
                 params[name] += share * difference
-        if row.rescaled:
+        if spec.rescaled:
             before = length(state["params"][name])
             after = length(params[name])
             params[name] *= jnp.where(after > 0, before / after, 1.0)
     return params
 
 
-# ---- Losses on more than the next token, and a sampled softmax ----------------------------------
+# ---- Multi-token prediction and sampled softmax -------------------------------------------------
 
 # Early in training the model also predicts later tokens (record 53: 21 M, including untied head and
 # embedding; without=ahead) and the next token's longest prefix, such as "interact" for
@@ -2014,13 +2021,13 @@ def move_to_averages(cfg: Config, state) -> dict:
 def loss_weights(cfg: Config) -> np.ndarray:
     """Return loss weights [steps, k] for the next k tokens, interpolated within each stage and
     padded with 0."""
-    most = max(len(stage.weights) for stage in cfg.stages)
+    most = max(len(stage.loss_weights) for stage in cfg.stages)
 
     def padded(weights):
         return np.pad(weights, (0, most - len(weights)))
 
-    first = np.stack([padded(stage.weights) for stage in cfg.stages])
-    last = np.stack([padded(stage.weights_end) for stage in cfg.stages])
+    first = np.stack([padded(stage.loss_weights) for stage in cfg.stages])
+    last = np.stack([padded(stage.loss_weights_end) for stage in cfg.stages])
     stage, number, length = steps_in_stages(cfg)
     progress = number / length
     change = (last - first)[stage]
@@ -2056,27 +2063,27 @@ def prefix_table(words: list[bytes], vocab_size: int) -> np.ndarray:
     return table
 
 
-def batch_aims(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Aims, tuple[int, ...]]:
-    """Apply row_aims to each row of [b, t+1]. Return (stacked Aims, next offset of each row)."""
+def batch_targets(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Targets, tuple]:
+    """Apply row_targets to each row of [b, t+1]. Return (stacked Targets, next offset per row)."""
     pairs = zip(tokens, offsets, strict=True)
-    results = [row_aims(row, offset, count, prefix_v, required) for row, offset in pairs]
+    results = [row_targets(row, offset, count, prefix_v, required) for row, offset in pairs]
     rows, next_offsets = zip(*results, strict=True)
     return jax.tree.map(lambda *arrays: np.stack(arrays), *rows), next_offsets
 
 
-def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims, int]:
-    """Return (Aims without axis b, next offset) for a row of t+1 tokens. Candidates include targets
-    and `required` ids. count=0 selects the full vocabulary."""
+def row_targets(row, offset: int, count: int, prefix_v, required=()) -> tuple[Targets, int]:
+    """Return (Targets without axis b, next offset) for a row of t+1 tokens. Candidates include
+    targets and `required` ids. count=0 selects the full vocabulary."""
     targets_t = row[1:].astype(np.int32)
     prefixes_t = prefix_v[targets_t]
     if not count:
-        return Aims(np.empty(0, np.int32), targets_t, prefixes_t), offset
+        return Targets(np.empty(0, np.int32), targets_t, prefixes_t), offset
     included = np.append(targets_t, np.array(required, np.int32))
     ids, offset = candidates(included, offset, count, len(prefix_v))
     # Index of each id among the candidates, or -1. The extra last entry is for prefixes of -1.
     place_v = np.full(len(prefix_v) + 1, -1, np.int32)
     place_v[ids] = np.arange(count)
-    return Aims(ids.astype(np.int32), place_v[targets_t], place_v[prefixes_t]), offset
+    return Targets(ids.astype(np.int32), place_v[targets_t], place_v[prefixes_t]), offset
 
 
 STRIDE = 20011  # coprime to the vocabulary size, to visit every id
@@ -2091,7 +2098,7 @@ def candidates(included, offset: int, count: int, vocab_size: int):
     is_chosen[included] = True
     different = np.count_nonzero(is_chosen)
     too_many = f"a row has {different:,} different targets, more than its {count:,} candidates"
-    need(different <= count, f"{too_many}: raise --set stages.N.candidates=")
+    require(different <= count, f"{too_many}: raise --set stages.N.candidates=")
     missing = count - different
     if missing:
         draw = min(vocab_size, int(missing * 1.7) + 256)  # enough if at most 40% are already chosen
@@ -2105,7 +2112,7 @@ def candidates(included, offset: int, count: int, vocab_size: int):
     return np.flatnonzero(is_chosen), offset
 
 
-# ---- A pointer to earlier tokens -----------------------------------------------------------------
+# ---- Copy pointer -------------------------------------------------------------------------------
 
 # The model can copy the next token from earlier text (pull request 379: 144 steps; sink from Merity
 # et al. 2016; without=pointer):
@@ -2134,7 +2141,7 @@ class PointerKeys(NamedTuple):
     position: jax.Array
 
 
-def pointer_params(cfg: Config) -> dict[str, Param]:
+def pointer_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the query and key projections [2, h, d], the sink, and the inverse temperature."""
     h = cfg.pointer_width
     return {
@@ -2145,9 +2152,9 @@ def pointer_params(cfg: Config) -> dict[str, Param]:
 
 
 def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
-    """Return (features, targets, weights, pointer_chances) for the loss, each [b, t, ...]. `<copy>`
+    """Return (features, targets, weights, pointer_probs) for the loss, each [b, t, ...]. `<copy>`
     becomes the last target, with weight 0, because mix_pointed needs its loss."""
-    ids = rows.aims.candidates
+    ids = rows.targets.candidates
     copy_id = model.cfg.real_tokens
     copy_b1 = jnp.full((1, 1), copy_id)
     if ids.size:  # index among each row's candidates
@@ -2157,14 +2164,14 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
     targets = jnp.concatenate([targets, copy_bt1.astype(targets.dtype)], axis=2)
     one_more = [(0, 0), (0, 0), (0, 1)]
     weights = jnp.pad(weights, one_more)
-    return x_btd, targets, weights, pointer_chances(model, rows, x_btd)
+    return x_btd, targets, weights, pointer_probs(model, rows, x_btd)
 
 
 # The scores of 2048 queries probably do not fit into TPU v6e VMEM.
 QUERIES_AT_ONCE = 1024
 
 
-def pointer_chances(model: Model, rows: Rows, x_btd):
+def pointer_probs(model: Model, rows: Rows, x_btd):
     """Return the probabilities that the pointer gives to the next token (all earlier occurrences)
     and to the sink, float32 [b, t, 2]. A token sees earlier tokens of its segment, in its own block
     of pointer_reach tokens and in the previous block."""
@@ -2237,7 +2244,7 @@ def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, Poi
 
 
 def point(queries: PointerQueries, keys: PointerKeys):
-    """Return pointer_chances [t, 2], from a softmax over keys [s, ...] and the sink."""
+    """Return pointer_probs [t, 2], from a softmax over keys [s, ...] and the sink."""
     scores_ts = pointer_scores(queries, keys)
     is_next_ts = queries.next_token[:, None] == keys.token[None]
     most_t = jnp.maximum(jnp.max(scores_ts, axis=1), queries.sink)
@@ -2273,7 +2280,7 @@ def mix_pointed(losses, pointed):
     """Return losses [t, targets], with the next-token loss replaced by the loss of the mixture.
 
     `losses` come from the softmax: first the next token (probability p), last `<copy>` (a).
-    `pointed` [t, 2] is pointer_chances (next, sink). In the mixture, the next token has the
+    `pointed` [t, 2] is pointer_probs (next, sink). In the mixture, the next token has the
     probability
         p / (1 - a) * (1 - a + a sink)  +  a next   =   p (1 + a sink / (1 - a)) + a next
     where p / (1 - a) is the softmax without `<copy>`."""
@@ -2288,7 +2295,7 @@ def mix_pointed(losses, pointed):
     return losses.at[:, 0].set(loss_t)
 
 
-# ---- A table of hashed n-grams -------------------------------------------------------------------
+# ---- Hashed n-gram table ------------------------------------------------------------------------
 
 # Each token gets a vector for its bigram and one for its trigram, from a hashed table of 42 million
 # rows (records 62, 92: 7.1 s; without=ngrams). Random signs distinguish n-grams that share a row
@@ -2300,7 +2307,7 @@ def mix_pointed(losses, pointed):
 # gradients of each row (sum_requests) and update it (adam_rows).
 
 
-def ngram_params(cfg: Config) -> dict[str, Param]:
+def ngram_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the zero-initialized table [rows, d], without a float32 master copy. Its first beta is
     0 because adam_rows keeps no mean."""
     kinds = {"optimizer": "rows", "dtype": cfg.compute_dtype}
@@ -2332,12 +2339,12 @@ def normal_form(word: bytes) -> str:
     return text if text == " " else text.strip()
 
 
-def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
+def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, all_targets: Targets):
     """Return (Rows, requests) with n-grams for this process's rows, as numpy arrays."""
     hashed = by_id.hashed_v[tokens[:, :-1]]
     mine = len(mesh.local_devices)
     requests, slots = request(cfg, hashed, mesh.size, mine)
-    return Rows(tokens, hashed, slots, aims), requests
+    return Rows(tokens, hashed, slots, all_targets), requests
 
 
 def request(cfg: Config, hashed, devices: int, mine: int) -> tuple:
@@ -2597,7 +2604,7 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
     return table, square
 
 
-# ---- Value tables, smear, weights of branches ----------------------------------------------------
+# ---- Value tables, smear, learned scalars -------------------------------------------------------
 
 # Some layers add a value vector per token id to v (record 14: 115 M; without=values), with a gate
 # per head (record 55: 9 M; without=value_gates). Smear adds a fraction of the previous token's
@@ -2607,7 +2614,7 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
 GATE_INPUTS = 12  # features that smear and value gates read (record 28)
 
 
-def value_params(cfg: Config) -> dict[str, Param]:
+def value_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the stacked value tables [layers * v, d] and their gate weights. In a layer with MUDD,
     mudd_values weights the table instead."""
     layers = cfg.layers_with("values")
@@ -2620,7 +2627,7 @@ def value_params(cfg: Config) -> dict[str, Param]:
     return params
 
 
-def smear_params(cfg: Config) -> dict[str, Param]:
+def smear_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the weights [1, features] and the maximum of the gate."""
     return {
         "smear_gate": small_param(cfg, (1, GATE_INPUTS), 0.0, 0.01),
@@ -2628,7 +2635,7 @@ def smear_params(cfg: Config) -> dict[str, Param]:
     }
 
 
-def lambda_params(cfg: Config) -> dict[str, Param]:
+def lambda_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the learned factors of each layer."""
     layers = len(cfg.layers)
     return {
@@ -2680,7 +2687,7 @@ def post_lambdas(model: Model, i: int):
     return model.params["post_lambdas"][i]
 
 
-# ---- Gates and other outputs of small MLPs -------------------------------------
+# ---- Gates from small MLPs ----------------------------------------------------------------------
 
 # Small MLPs compute per-token MUDD weights (next section) and per-token gates: for heads
 # (without=gated), the n-gram vector, the embedding (without=x0) and the skip connection (record 85:
@@ -2701,10 +2708,10 @@ SMALL_MLPS = {  # kind -> parameters
 @functools.cache
 def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
     """Return the initial outputs of each small MLP of a kind: name -> value(s). Gates are named
-    (kind of gate, layer). Each layer with Layer.looks starts a new gate MLP."""
+    (kind of gate, layer). Each layer with Layer.new_gates starts a new gate MLP."""
     if kind == "mudd":
         return [mudd_layer_starts(cfg), mudd_mix_starts(cfg)]
-    mlp_of_layer = np.cumsum([layer.looks for layer in cfg.layers])
+    mlp_of_layer = np.cumsum([layer.new_gates for layer in cfg.layers])
     starts = [{} for _ in range(mlp_of_layer[-1] + 1)]
     for gate_kind, start in GATES.items():
         count = cfg.heads if gate_kind in ("xsa", "gated") else 1
@@ -2739,7 +2746,7 @@ def hidden_start(cfg: Config) -> Callable:
     return functools.partial(uniform, 1 / math.sqrt(3 * cfg.width), 1.0)
 
 
-def gate_params(cfg: Config) -> dict[str, Param]:
+def gate_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the gate MLPs (only biases if gate_width=0), the scale of gates, and an extra weight
     per skip connection (record 45: 5 M)."""
     skips = len(cfg.layers_with("skip"))
@@ -2784,7 +2791,7 @@ def small_mlp(x_btd, w1, w2, b2):
     return hidden @ w2.T + b2[None, None]
 
 
-# ---- MUDD: each token weights its connections ----------------------------------------------------
+# ---- MUDD: per-token weights of connections -----------------------------------------------------
 
 # The last layer has a per-token weight for each term that it adds to v and to the stream
 # (mudd_layer). mudd_mix then adds earlier arrays with per-token weights. Two small MLPs compute the
@@ -2794,7 +2801,7 @@ def small_mlp(x_btd, w1, w2, b2):
 MUDD_LAYER, MUDD_MIX = 0, 1  # indices of the two MLPs
 
 
-def mudd_params(cfg: Config) -> dict[str, Param]:
+def mudd_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the two small MLPs, and additional outputs of MUDD_MIX for groups of features."""
     params = small_mlp_params(cfg, "mudd", cfg.mudd_width, MUDD_SCALE, 0.25)
     _, outputs, _ = params["mudd_w2"].shape
@@ -2807,7 +2814,7 @@ def mudd_layer_starts(cfg: Config) -> dict[str, float]:
     """Return {weight in mudd_layer: initial value}. `first` is the stream before the first layer,
     `source` is the attention input, and `x` is the stream."""
     last = cfg.layers[-1]
-    arrays = ["first", "source", "x"] if last.reads else ["first", "x"]
+    arrays = ["first", "source", "x"] if last.reads_back else ["first", "x"]
     starts = {f"{name}_to_v": 0.0 for name in arrays}
     starts |= {f"{name}_to_x": 0.0 for name in arrays}  # before attention
     if last.values:  # one per half of the heads
@@ -2839,9 +2846,9 @@ def mudd_layer(model: Model, x, outputs: list, inputs: Inputs, gates: dict) -> t
     i = len(model.cfg.layers) - 1
     layer = model.cfg.layers[i]
     mu = coefficients(model, "mudd", MUDD_LAYER, x)
-    arrays = {"first": inputs.start}
-    if layer.reads:
-        arrays["source"] = outputs[i - layer.reads]
+    arrays = {"first": inputs.stream0}
+    if layer.reads_back:
+        arrays["source"] = outputs[i - layer.reads_back]
     arrays["x"] = x
     source = arrays.get("source", x)
     added = mudd_values(model, mu, arrays, inputs.looked_up)
@@ -2850,9 +2857,9 @@ def mudd_layer(model: Model, x, outputs: list, inputs: Inputs, gates: dict) -> t
     keep = mu["keep_attention"]
     terms = [
         (keep * (1 + mu["x_to_x"]), x),
-        (keep * mu["first_to_x"] + mu["first"], inputs.start),
+        (keep * mu["first_to_x"] + mu["first"], inputs.stream0),
     ]
-    if layer.reads:
+    if layer.reads_back:
         terms.append((keep * mu["source_to_x"], source))
     attended = attention(model, i, source, added, gates)
     terms.append((mu["attention"], attended))
@@ -2883,7 +2890,7 @@ def mudd_values(model: Model, mu: dict, arrays: dict, looked_up: dict) -> tuple:
 def mudd_mix_starts(cfg: Config) -> dict[str, float]:
     """Return {source of mudd_mix: initial weight}, in order. Initially, half of `source`, the input
     of the last attention, is subtracted (records 40, 77)."""
-    reads = cfg.layers[-1].reads
+    reads = cfg.layers[-1].reads_back
     names = ["first", "source", "x"] if reads else ["first", "x"]
     names += [f"skip{i}" for i in cfg.layers_with("skip")]
     names += [f"values{i}" for i in cfg.layers_with("values")]
@@ -2894,9 +2901,9 @@ def mudd_mix_starts(cfg: Config) -> dict[str, float]:
 def mudd_sources(cfg: Config, inputs: Inputs, outputs: list, arrays: dict) -> tuple:
     """Return the arrays that mudd_mix adds, in order. `arrays` has `x` and `mlp_input`."""
     last = len(cfg.layers) - 1
-    sources = {"first": inputs.start, **arrays}
-    if cfg.layers[last].reads:
-        source = outputs[last - cfg.layers[last].reads]
+    sources = {"first": inputs.stream0, **arrays}
+    if cfg.layers[last].reads_back:
+        source = outputs[last - cfg.layers[last].reads_back]
         sources |= {"source": source, "normed_source": norm(source)}
     for i in cfg.layers_with("skip"):
         sources[f"skip{i}"] = outputs[i - cfg.layers[i].skip]
@@ -2940,7 +2947,7 @@ def blend(x_btd, weights, sources):
     return mix(*terms)
 
 
-# ---- Heads: key offset, pairs, XSA ---------------------------------------------------------------
+# ---- Heads: key offset, pairs, XSA --------------------------------------------------------------
 
 # In long layers half of each key comes from the previous token (record 49: 13 M;
 # without=key_offset). Pairs of heads attend as one (record 58: 17 M; without=paired). XSA removes
@@ -3033,10 +3040,10 @@ def as_large(x):
     return x * (orthogonal_size / (size + 1e-12))
 
 
-# ---- Parameters of ideas -------------------------------------------------------------------------
+# ---- Parameters of the ideas --------------------------------------------------------------------
 
 
-def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
+def with_ideas(cfg: Config, table: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
     """Return the parameter table with the parameters and averages of enabled ideas."""
     parts = [
         (cfg.layers_with("values"), value_params),
@@ -3055,7 +3062,7 @@ def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
     return table
 
 
-def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> Param:
+def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> ParamSpec:
     """Return the Param of a small parameter, replicated on all devices and trained by Adam. `lr`
     and `decay` multiply lr_adam and decay_adam. Weights that mix arrays have their own betas
     (record 52: 9 M; without=scalar_betas)."""
@@ -3064,7 +3071,7 @@ def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=
     return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
 
 
-def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
+def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> ParamSpec:
     """Return the Param of a table [rows, width] indexed by token. Rows keep their initial value
     until their first gradient, because cautious weight decay skips them."""
     rates = (70, 5)  # from the record; large because most rows get few gradients
@@ -3080,9 +3087,9 @@ def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
         stage, _, _ = steps_in_stages(cfg)
         fields["freqs"] = np.stack(freqs)[stage]
         fields["scales"] = np.stack(scales)[stage]
-    all_weights = {stage.weights + stage.weights_end for stage in cfg.stages}
+    all_weights = {stage.loss_weights + stage.loss_weights_end for stage in cfg.stages}
     if all_weights != {(1.0, 1.0)}:
-        fields["weights"] = loss_weights(cfg)
+        fields["loss_weights"] = loss_weights(cfg)
     if cfg.slow_rate:
         fields["fast_beta"], fields["fast_weight"] = fast_rail(cfg, hyper.momentum)
     if np.any(tables):
@@ -3092,8 +3099,8 @@ def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
     if cfg.ngram_drop:
         rng = np.random.default_rng(cfg.seed)
         fields["drop_seed"] = rng.integers(2**24, size=cfg.steps)  # exact in float32
-    if any(any(stage.prefix) for stage in cfg.stages):
-        fields["prefix"] = in_parts(cfg, "prefix")
+    if any(any(stage.prefix_weights) for stage in cfg.stages):
+        fields["prefix_weight"] = in_parts(cfg, "prefix_weights")
     if cfg.tail or cfg.tail_average:
         fields["average_rates"] = average_rates(cfg, adam_due, tables)
     return hyper._replace(**fields)
@@ -3103,7 +3110,7 @@ def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
 # PART III: THE DATA
 # ================================================================================================
 
-# ---- Loader: prefetched batches ----------------------------------------------------------------
+# ---- Loader: prefetched batches -----------------------------------------------------------------
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
@@ -3165,7 +3172,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
         thread.join(STALL_SECONDS)  # exiting during a copy to a device would abort Python
 
 
-# ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
+# ---- Token stream: shards -> one stream of tokens -> rows ---------------------------------------
 
 # Shards use llm.c's format: a header of 256 int32 (magic number, version, number of tokens, zeros),
 # then uint16 tokens.
@@ -3186,18 +3193,18 @@ class Documents(NamedTuple):
 
 
 class TokenStream:
-    """The tokens of one split: its shards sorted by name, repeated `passes` times.
+    """The tokens of one split: its shards sorted by name, repeated `epochs` times.
 
     A cursor is a position in this stream. Later epochs shuffle the documents of each shard (its
     rows if doc_cap is 0). The order depends only on `seed`, the shard and the row length, so a
     cursor is enough to resume."""
 
-    def __init__(self, folder: Path, split: str, bos: int, passes: int = 1, seed: int = 0):
+    def __init__(self, folder: Path, split: str, bos: int, epochs: int = 1, seed: int = 0):
         names = {path: SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")}
         self.paths = sorted(path for path, name in names.items() if name and name[2] == split)
-        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
+        require(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
         self.bos = bos
-        self.shards = [open_shard(path) for path in self.paths] * passes
+        self.shards = [open_shard(path) for path in self.paths] * epochs
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.seed = seed
         # Cache the results for two shards.
@@ -3352,7 +3359,7 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
 # PART IV: AROUND A RUN
 # ================================================================================================
 
-# ---- Set-up: everything before the clock starts --------------------------------------------------
+# ---- Set-up: everything before the clock starts -------------------------------------------------
 
 
 class Prepared(NamedTuple):
@@ -3386,12 +3393,11 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     data = open_data(cfg, say)
     kernels, reason = choose_kernels(cfg, mesh.devices.flat[0])
     kernels, left_out = check_kernels(cfg, mesh, kernels, say)
-    warn_of_rows(cfg, kernels, say)
     choices = {"kernels": reason + left_out} | sizes_chosen(recipe, cfg, mesh, kernels)
     facts = run_facts(recipe, mesh, command, choices) | {"data": data.shards}
     log = open_log(recipe, facts, out, saved, say)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
-    from_all(0)  # barrier: some processes take longer to compile
+    from_processes(0)  # barrier: some processes take longer to compile
     if not jax.config.jax_debug_nans:  # a warm-up on zeros computes NaNs
         warm_up(cfg, mesh, kernels, compiled)
 
@@ -3412,9 +3418,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     loader = loader_state(cfg, mesh, *saved.loader) if saved else loader_state(cfg, mesh)
     made = train_batches(cfg, mesh, data.train, data.words, done, loader)
     batches = prefetch(made, cfg.prefetch, log.clock.running, say)
-    by_id = None
-    if cfg.ngram_rows:
-        by_id = vocabulary(cfg, data.words)
+    by_id = vocabulary(cfg, data.words) if cfg.ngram_rows else None
     if saved:  # nothing can fail from here on, so it is safe to change the run's files
         log.begin(saved)
     log.write_facts(compile_seconds=seconds)
@@ -3442,7 +3446,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     )
 
 
-# ---- Data checks: all tokens of the run are present and valid ------------------------------------
+# ---- Data checks: all tokens of the run are present and valid -----------------------------------
 
 # JSON files next to the shards:
 MERGES = "merges.json"  # for encoding=bpe, also in run directories: bytes of merged tokens, in hex
@@ -3462,7 +3466,7 @@ class Data(NamedTuple):
 def open_data(cfg: Config, say: Callable) -> Data:
     """Open and check the run's data. Raise UserError if anything is missing or wrong."""
     folder = data_folder(cfg, say)
-    stream = TokenStream(folder, "train", cfg.bos, cfg.passes, cfg.seed)
+    stream = TokenStream(folder, "train", cfg.bos, cfg.epochs, cfg.seed)
     val_stream = TokenStream(folder, "val", cfg.bos)
     shards = check_tokens(cfg, stream, val_stream)
     return Data(folder, stream, val_stream, token_bytes(cfg, folder), shards)
@@ -3499,7 +3503,7 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
                 stream.shard_at(cursor)  # the last target
         except UserError:
             found = f"{stream.paths[0].parent}: {len(stream):,} training tokens"
-            fix = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
+            fix = f"get more text or shards, lower --set steps=, or raise epochs={cfg.epochs}"
             raise UserError(f"{found} last for {step} of {cfg.steps} steps: {fix}") from None
     # The clock must include all data loading, so clear what was computed here.
     stream.documents.cache_clear()
@@ -3560,7 +3564,7 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     return words[: cfg.bos]
 
 
-# ---- Devices: the devices of a run, and the rows of its batches ----------------------------------
+# ---- Devices: the devices of a run, and the rows of its batches ---------------------------------
 
 BLOCK = 256  # tokens per block of a kernel
 
@@ -3575,7 +3579,7 @@ def for_devices(cfg: Config, devices: int) -> Config:
     def one_row_each(stage: Stage, count: int) -> bool:
         t, rest = divmod(stage.batch_tokens, count)
         in_blocks = t > 0 and t % min(t, BLOCK) == 0
-        return rest == 0 and in_blocks and t >= len(stage.weights)
+        return rest == 0 and in_blocks and t >= len(stage.loss_weights)
 
     def fits(count: int) -> bool:
         if count <= rows:
@@ -3649,7 +3653,7 @@ def all_devices() -> list:
             fix = f"with JAX_PLATFORMS={named}, it needs pip install 'jax[{extras[named]}]'; {fix}"
         raise UserError(f"JAX finds no devices ({error!r}): {fix}") from None
     joined = jax.distributed.is_initialized() or jax.process_count() == 1
-    need(joined, "these devices belong to several hosts: add --distributed on each of them")
+    require(joined, "these devices belong to several hosts: add --distributed on each of them")
     return devices
 
 
@@ -3665,22 +3669,22 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     Raise UserError if they cannot run the same program."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
     count = len(devices)
-    need(cfg.devices <= count, f"devices={cfg.devices}, but there are {count}: use fewer, or 0")
+    require(cfg.devices <= count, f"devices={cfg.devices}, but there are {count}: use fewer, or 0")
     cfg = for_devices(cfg, cfg.devices or count)
     one_process = devices[-1].process_index == 0
     uneven = f"{count} devices of several processes cannot divide the rows: use {cfg.devices}"
-    need(one_process or cfg.devices == count, uneven)
+    require(one_process or cfg.devices == count, uneven)
     numbers = {}  # kind -> its devices
     for number, device in enumerate(devices):
         numbers.setdefault(device.device_kind, []).append(str(number))
     fix = " or ".join(f"CUDA_VISIBLE_DEVICES={','.join(x)}" for x in numbers.values())
     used = devices[: cfg.devices]
     alike = len({device.device_kind for device in used}) == 1
-    need(alike, f"{' and '.join(numbers)} cannot run the same program: set {fix}")
+    require(alike, f"{' and '.join(numbers)} cannot run the same program: set {fix}")
     return cfg, Mesh(np.array(used), (AXIS,))
 
 
-# ---- Memory: what a run needs of a device, before anything is compiled -------------------------
+# ---- Memory: what a run needs of a device, before anything is compiled --------------------------
 
 SPARE = 2 * 2**30  # bytes per device left for other allocations (records/NOTES.md)
 
@@ -3749,7 +3753,7 @@ def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
     return {str(key): held_bytes(cfg, mesh, key) for key in keys}
 
 
-def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, fix="") -> str:
+def memory_refusal(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, fix="") -> str:
     """Return "" if a program needing `size` bytes fits on a device with `limit` bytes.
 
     Otherwise return an error message with `fix`, or with settings that fit."""
@@ -3778,9 +3782,9 @@ def check_memory(cfg: Config, mesh: Mesh, fix="") -> str:
         machine = machine_bytes() / 2**30
         needs = f"{cfg.preset} needs about {size * mesh.size:.1f} GiB"
         cpus = f"jax sees only CPUs, with {machine:.1f} GiB"
-        need(size * mesh.size < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
-    refusal = too_large(cfg, mesh, name, sizes[name], limit, fix)
-    need(not refusal, refusal)
+        require(size * mesh.size < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
+    refusal = memory_refusal(cfg, mesh, name, sizes[name], limit, fix)
+    require(not refusal, refusal)
     if limit == math.inf:
         return f"it needs about {size:.1f} GiB; this device does not report its memory"
     return f"it fits: about {size:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
@@ -3823,7 +3827,7 @@ def keeps_logits_narrow(cfg: Config, device) -> bool:
     return isinstance(loss, functools.partial) and not cfg.pointer_width
 
 
-# ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy ----------
+# ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy ---------
 
 BEST = "best"  # RUN_DIR/best/STEP/ has the parameters with the lowest validation loss
 
@@ -3852,7 +3856,7 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (file name, rows) for each shard this process saves, so that each row is saved once."""
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
-        rows = param_table(cfg)[name].shape[0]  # without padding (abstract_state)
+        rows = param_specs(cfg)[name].shape[0]  # without padding (abstract_state)
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
             count = min(len(shard.data), rows - first)
@@ -3879,7 +3883,7 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
         (hidden / f"{jax.process_index()}.json").write_text(json.dumps(sizes))
     except OSError as error:
         failed = error
-    if max(from_all(failed is not None)):
+    if max(from_processes(failed is not None)):
         raise failed or OSError("another process could not write")
     if jax.process_index() == 0:
         for process in range(jax.process_count()):  # requires a shared file system
@@ -3925,7 +3929,7 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
     Raise UserError if there is none, if its settings are unknown, or if the run `resumes` and this
     file has changed."""
     resolved = place.expanduser().resolve()
-    need(resolved.exists(), f"there is no {place}: name the folder of a run")
+    require(resolved.exists(), f"there is no {place}: name the folder of a run")
     folder = resolved / "checkpoints"
     if resolved.name in ("checkpoints", BEST) and checkpoint_steps(resolved):
         folder = resolved
@@ -3973,7 +3977,7 @@ def check_source(run_dir: Path, sha256: str):
     log = run_dir / "log.txt"
     has_source = f"restore it ({log} begins with its source)" if log.exists() else "restore it"
     changed = f"train_gpt.py has changed since {run_dir} was started: {has_source}"
-    need(sha256 == source_sha256(), f"{changed}, or use --start instead")
+    require(sha256 == source_sha256(), f"{changed}, or use --start instead")
 
 
 def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
@@ -3984,14 +3988,14 @@ def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
     saved = find_checkpoint(place, say, resumes=True)
     start = command_for(__file__, "--start", saved.folder)
     new_run = f"start a new run with them: {start}"
-    need(not saved.only_params, f"{saved.folder} holds parameters only: {new_run}")
+    require(not saved.only_params, f"{saved.folder} holds parameters only: {new_run}")
     has_run = (saved.run_dir / "log.txt").exists()
-    need(has_run, f"{saved.folder} is not in the folder of its run: copy it there, or {new_run}")
+    require(has_run, f"{saved.folder} is not in the folder of its run: copy it there, or {new_run}")
     newest = find_checkpoint(saved.run_dir, lambda line: None)
     again = command_for(__file__, "--resume", saved.run_dir)
     later = f"{saved.folder} is not the newest checkpoint: continue from step {newest.step}"
     instead = f"move {newest.folder} elsewhere, or {new_run}"
-    need(newest.step <= saved.step, f"{later} ({again}), {instead}")
+    require(newest.step <= saved.step, f"{later} ({again}), {instead}")
     return saved
 
 
@@ -4013,9 +4017,9 @@ def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
         first = int(file.stem.rpartition(".")[2])
         files[first] = np.load(file, mmap_mode="r")
     for stored in files.values():
-        need(stored.dtype == dtype and stored.shape[1:] == like.shape[1:], other)
+        require(stored.dtype == dtype and stored.shape[1:] == like.shape[1:], other)
     count = sum(map(len, files.values()))
-    need(files and count == param_table(saved.cfg)[name].shape[0], other)
+    require(files and count == param_specs(saved.cfg)[name].shape[0], other)
     shards = []
     for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
         start, stop, _ = index[0].indices(like.shape[0])
@@ -4029,7 +4033,7 @@ def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
-# ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json -------------------------------------------
+# ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json ------------------------------------------
 
 # Environment variables and packages listed in run.json:
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
@@ -4043,26 +4047,16 @@ def flops_per_token(cfg: Config, step: int) -> float:
     return 6.0 * (matrix_weights(cfg) + cfg.width * ids)
 
 
-@functools.cache
 def matrix_weights(cfg: Config) -> int:
     """Return the number of matmul weights per token, without the head."""
-
-    def of_layers(params):
-        matrices = []
-        for i, layer in enumerate(cfg.layers):
-            if layer.attends:
-                heads = heads_of(cfg, i, (0, 0))
-                matrices.append(attention_weights(cfg, params, i, heads))
-            if layer.mlps:
-                matrices.append(mlp_weights(cfg, params, i))
-        return matrices
-
-    params = {}
-    for name, row in param_table(cfg).items():
-        params[name] = jax.ShapeDtypeStruct(row.shape, row.dtype)
-    matrices = jax.eval_shape(of_layers, params)
-    of_pointer = 2 * cfg.pointer_width * cfg.width
-    return sum(x.size for x in jax.tree.leaves(matrices)) + of_pointer
+    total = 2 * cfg.pointer_width * cfg.width
+    for i, layer in enumerate(cfg.layers):
+        total += 2 * layer.mlps * cfg.mlp_width * cfg.width
+        if layer.attends:
+            heads = heads_of(cfg, i, (0, 0))
+            count = heads.count + (heads.kv or heads.count)  # of q and k, and of o and v
+            total += count * (heads.qk_width + heads.v_width) * cfg.width
+    return total
 
 
 def versions() -> dict[str, str]:
@@ -4117,21 +4111,6 @@ def sizes_chosen(recipe: Config, cfg: Config, mesh: Mesh, kernels: Kernels) -> d
     return chosen
 
 
-def warn_of_rows(cfg: Config, kernels: Kernels, say: Callable):
-    """Warn about row lengths with few divisors: plain attention then needs large blocks, and the
-    loss many small chunks."""
-    rows = [(f"stages.{i}.row_tokens", s.row_tokens, s.windows) for i, s in enumerate(cfg.stages)]
-    for name, t, windows in [*rows, ("val_row", cfg.val_row, cfg.val_windows)]:
-        block = band_block(t, max(windows))
-        scores = block * min(2 * block, t)
-        odd = f"warning: {name}={t} has few divisors"
-        hint = "choose a multiple of 128"
-        if kernels.attend is PLAIN.attend and 4 * cfg.heads * scores > SCORE_BYTES:
-            say(f"{odd}: attention computes {scores:,} scores per head at once: {hint}")
-        elif chunk_count(t, cfg.loss_chunk) > 2 * -(-t // cfg.loss_chunk):
-            say(f"{odd}: the loss takes {chunk_count(t, cfg.loss_chunk):,} chunks per row: {hint}")
-
-
 def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
     """Return everything a run's results depend on: source, versions, machine, config, and the
     `choices` made for this machine."""
@@ -4160,7 +4139,7 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
     `facts` holds run_facts and the shards, and must be identical on all processes.
 
     Raise UserError if the files cannot be written, or if the run's data has changed."""
-    agree(facts, saved)
+    check_agreement(facts, saved)
     if saved:
         check_data(cfg, facts["data"], saved)
         folder = saved.run_dir
@@ -4184,7 +4163,7 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
     except OSError as error:
         log.refused = error
     hint = "resume a copy of it" if saved else "name another --out"
-    need(not log.refused, f"cannot write {folder} ({log.refused}): {hint}")
+    require(not log.refused, f"cannot write {folder} ({log.refused}): {hint}")
     devices = "{count} x {kind}".format(**facts["devices"])
     say(f"run {folder} on {devices}; kernels: {facts['choices']['kernels']}")
     if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
@@ -4208,7 +4187,7 @@ def check_data(cfg: Config, facts: dict, saved: Saved):
     place = saved.meta["config"]["data"]
     other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
     instead = f"else train with its parameters: --start {folder} --data {cfg.data}"
-    need(saved.meta["data"] == facts, f"{other}, {instead}")
+    require(saved.meta["data"] == facts, f"{other}, {instead}")
 
 
 def check_sizes(cfg: Config, saved: Saved):
@@ -4235,7 +4214,7 @@ def open_files(log: RunLog, saved: Saved | None):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # also if the file system has no locks
             taken = isinstance(error, BlockingIOError)
-            need(not taken, f"another process writes {log.folder}: wait for it, or stop it")
+            require(not taken, f"another process writes {log.folder}: wait for it, or stop it")
     with tempfile.TemporaryDirectory(prefix=".rename-", dir=log.folder) as trial:
         before = Path(trial, "before")
         before.mkdir()
@@ -4312,7 +4291,7 @@ def check_loss(log: RunLog, step: int, loss: float) -> float:
     uniform distribution."""
     most = 2 * math.log(log.cfg.vocab)
     hint = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
-    need(loss < most, f"the loss of step {step} is {loss:.4g}: {hint}")
+    require(loss < most, f"the loss of step {step} is {loss:.4g}: {hint}")
     return loss
 
 
@@ -4372,7 +4351,7 @@ class RunLog:
         began = time.perf_counter()
         folder = self.folder / (BEST if best else "checkpoints")
         position = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
-        position["offsets"] = from_all(loader.offsets)
+        position["offsets"] = from_processes(loader.offsets)
         position["logs"] = {name: file.tell() for name, file in self.files.items()}
         self.facts.pop("missing", None)
         try:
@@ -4432,14 +4411,14 @@ class RunLog:
         if not self.warned and waited >= max(self.cfg.steps / 4, 2 * self.cfg.val_every):
             self.warned = True
             lowest = "validation has not been below {val_loss:.4f} since step {step}".format(**best)
-            self.say(f"{lowest}: fewer passes or steps may do better (Ctrl-C stops the run)")
+            self.say(f"{lowest}: fewer epochs or steps may do better (Ctrl-C stops the run)")
         return waited == 0
 
     def stopped(self, step: int):
         """Log that a signal has stopped the run."""
         self.write_facts()
         missing = self.facts.get("missing")
-        need(not missing, f"stopped after {step} steps, but {missing}")
+        require(not missing, f"stopped after {step} steps, but {missing}")
         again = command_for(__file__, "--resume", self.folder)
         self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
 
@@ -4450,9 +4429,6 @@ class RunLog:
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
         target = self.cfg.target
-        preset = PRESETS.get(self.cfg.preset)
-        if preset and self.cfg.encoding != preset.encoding:
-            target = 0  # it holds for other tokens
         loss, best = self.facts["val_loss"], self.facts["best"]
         met = "met" if loss <= target else "MISSED"
         verdict = f"target {target} {met}: " if target else ""
@@ -4498,13 +4474,13 @@ def demonstrate(log: RunLog, model: tuple):
         tool = records_tool("sample.py")
         if log.cfg.encoding == "ids":
             log.say("no sample: the tokens have no bytes (encoding=ids)")
-        elif min(from_all(tool is not None)):
+        elif min(from_processes(tool is not None)):
             tool["demonstrate"](tool["Trained"](*model), log)
     except Exception as error:  # the run itself was successful
         log.say(f"warning: there is no sample: {error!r}")
 
 
-# ---- Signals -------------------------------------------------------------------------------------
+# ---- Signals ------------------------------------------------------------------------------------
 
 # Signals that ask a run to stop: Ctrl-C, a closed terminal, `kill`, and warnings from schedulers
 # (Slurm and SGE send SIGUSR1 or SIGUSR2; SGE and `ulimit -t` send SIGXCPU every second).
@@ -4574,7 +4550,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
     return stop_signal
 
 
-# ---- Hosts: several processes that run the same programs -----------------------------------------
+# ---- Hosts: several processes that run the same programs ----------------------------------------
 
 # Environment variables set by launchers of several processes, and on TPU slices:
 LAUNCHERS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"
@@ -4600,7 +4576,7 @@ def join_processes(args):
             raise UserError(f"{found}: {together}; to run one alone: env -u {name} before it")
         return
     complete = named == (None, None, None) if args.distributed else None not in named
-    need(complete, f"write --distributed or {one_by_one}")
+    require(complete, f"write --distributed or {one_by_one}")
     who = "all that --distributed finds (TPU slice, Slurm, MPI)"
     if not args.distributed:
         who = f"--coordinator {named[0]} --processes {named[1]} --process-id {named[2]}"
@@ -4628,13 +4604,13 @@ def wait_for(task: Callable, message: str = LONG_WAIT, timeout: float | None = N
     return result.result(timeout)
 
 
-def from_all(numbers) -> list[int]:
+def from_processes(numbers) -> list[int]:
     """Gather a number, or a list of numbers, from all processes into one list (a barrier)."""
     gathered = wait_for(lambda: multihost_utils.process_allgather(np.int32(numbers)))
     return gathered.ravel().tolist()
 
 
-def agree(facts: dict, saved: Saved | None):
+def check_agreement(facts: dict, saved: Saved | None):
     """Raise UserError on all processes if they differ in source, versions, data, config or
     checkpoint."""
     same = {name: facts[name] for name in ("source_sha256", "versions", "data")}
@@ -4644,23 +4620,23 @@ def agree(facts: dict, saved: Saved | None):
     gathered = multihost_utils.process_allgather(np.array(sums, np.uint32))
     of_facts = gathered.reshape(-1, len(same)).T.tolist()
     differ = [name for name, sums in zip(same, of_facts, strict=True) if len({*sums}) > 1]
-    need(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
+    require(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
 
 
-# ---- Settings: --set, and checks of all values ---------------------------------------------------
+# ---- Settings: --set, and checks of all values --------------------------------------------------
 
 
-def require(cfg: Config, name: str, holds, expected: str):
+def check_setting(cfg: Config, name: str, holds, expected: str):
     """Raise UserError with the setting `name` and the `expected` value unless `holds` is true."""
     value = cfg
     for key in name.split("."):
         value = value[int(key)] if key.isdecimal() else getattr(value, key)
-    need(holds, f"{name}={value!r} is not valid: {expected}")
+    require(holds, f"{name}={value!r} is not valid: {expected}")
 
 
 def validate(cfg: Config) -> Config:
     """Return the config if it is valid. Otherwise raise UserError with the wrong setting."""
-    rule = functools.partial(require, cfg)
+    rule = functools.partial(check_setting, cfg)
     names = ",".join(Kernels._fields)
     by_name = {*cfg.kernels.split(",")} <= {*Kernels._fields}
     rule("kernels", by_name or cfg.kernels in ("auto", "plain"), f"auto, plain, or some of {names}")
@@ -4681,7 +4657,7 @@ def validate(cfg: Config) -> Config:
 
 def validate_heads(cfg: Config):
     """Check the settings of attention heads and the logit cap."""
-    rule = functools.partial(require, cfg)
+    rule = functools.partial(check_setting, cfg)
     even = cfg.heads % 2 == 0
     cut = cfg.width % cfg.heads == 0 and cfg.head_width % 8 == 0
     rule("heads", even and cut, f"an even number that cuts width={cfg.width} into multiples of 8")
@@ -4699,7 +4675,7 @@ def validate_heads(cfg: Config):
 
 def validate_tables(cfg: Config):
     """Check the settings of the vocabulary and of tables."""
-    rule = functools.partial(require, cfg)
+    rule = functools.partial(check_setting, cfg)
     rule("real_tokens", 0 < cfg.real_tokens <= cfg.vocab, f"1 to vocab={cfg.vocab}")
     rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
     halves = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows != 2
@@ -4721,7 +4697,7 @@ def validate_layer(cfg: Config, number: int):
     layer = cfg.layers[number]
 
     def rule(field: str, holds, expected: str):
-        require(cfg, f"layers.{number}.{field}", holds, expected)
+        check_setting(cfg, f"layers.{number}.{field}", holds, expected)
 
     parts = "values", "xsa", "gated", "narrow", "paired"
     of_attention = [name for name in parts if getattr(layer, name)]
@@ -4729,8 +4705,8 @@ def validate_layer(cfg: Config, number: int):
         needs = f"short or long, as {', '.join(of_attention)} needs attention"
         rule("attends", layer.attends in ("short", "long"), needs)
     rule("attends", layer.attends in ("short", "long", ""), "short, long, or empty")
-    rule("looks", number > 0 or not layer.looks, "False in layer 0, which has no stream yet")
-    for name in ("skip", "reads"):
+    rule("new_gates", number > 0 or not layer.new_gates, "False in layer 0, before any stream")
+    for name in ("skip", "reads_back"):
         rule(name, getattr(layer, name) <= number, f"a number of layers up to {number}")
     if layer.mudd:
         last = number == len(cfg.layers) - 1
@@ -4741,7 +4717,7 @@ def validate_layer(cfg: Config, number: int):
 
 def validate_shares(cfg: Config):
     """Check that the stages cover all steps."""
-    rule = functools.partial(require, cfg)
+    rule = functools.partial(check_setting, cfg)
     has_extension = cfg.stages[-1].share == 0
     agrees = has_extension == (cfg.extension > 0)
     rule("extension", agrees, "the steps of the last stage if that has share=0, else 0")
@@ -4762,16 +4738,16 @@ def validate_stage(cfg: Config, number: int):
     stage = cfg.stages[number]
 
     def rule(field: str, holds, expected: str):
-        require(cfg, f"stages.{number}.{field}", holds, expected)
+        check_setting(cfg, f"stages.{number}.{field}", holds, expected)
 
     rule("row_tokens", stage.row_tokens > 1, "2 or more")
     whole_rows = stage.batch_tokens % stage.row_tokens == 0
     rule("batch_tokens", whole_rows, f"a multiple of row_tokens={stage.row_tokens}")
     rows = cfg.stages[0].rows
     rule("batch_tokens", stage.rows == rows, f"{rows} rows of {stage.row_tokens}, as in stages.0")
-    both = len(stage.weights) == len(stage.weights_end) <= stage.row_tokens
-    first = stage.weights[0] > 0
-    rule("weights", both and first, "the first above 0, and as many as weights_end")
+    both = len(stage.loss_weights) == len(stage.loss_weights_end) <= stage.row_tokens
+    first = stage.loss_weights[0] > 0
+    rule("loss_weights", both and first, "the first above 0, and as many as loss_weights_end")
     rule("candidates", max(stage.candidates) <= cfg.vocab, f"up to vocab={cfg.vocab}")
 
 
@@ -4789,26 +4765,36 @@ def typed(kind, value, name="", positive=False):
     wrong = f"{name}={value!r} is not valid: "
     if origin is tuple and isinstance(value, tuple | list):
         entry, *others = typing.get_args(kind)
-        need(value, f"{wrong}one or more")
+        require(value, f"{wrong}one or more")
         if others == [...] or len(value) == 1 + len(others):
             return tuple(typed(entry, x, f"{name}.{i}", positive) for i, x in enumerate(value))
     if origin is Literal:
         choices = typing.get_args(kind)
-        need(value in choices, wrong + ", ".join(choices))
+        require(value in choices, wrong + ", ".join(choices))
         return value
     is_number = kind in (int, float) and type(value) in (int, kind)
     is_bool = kind is bool and value in (0, 1)
     is_text = kind is str and type(value) is str
     kind_name = kind if origin else kind.__name__
-    need(is_number or is_bool or is_text, f"{wrong}it must be {kind_name}, see --show")
+    require(is_number or is_bool or is_text, f"{wrong}it must be {kind_name}, see --show")
     if is_number:
-        need(0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
-        need(value or not positive, f"{wrong}it must be positive")
+        require(0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
+        require(value or not positive, f"{wrong}it must be positive")
     return kind(value)
 
 
-# Removed settings, with their no-op values: ignored when reading old checkpoints.
-REMOVED = {}
+# Old names of settings, accepted in checkpoints, logs and --set. None: removed, ignored there.
+RENAMED = {
+    "down_start": "down_init",
+    "looks": "new_gates",
+    "o_start": "o_init",
+    "passes": "epochs",
+    "prefix": "prefix_weights",
+    "reads": "reads_back",
+    "still": "half_rope",
+    "weights": "loss_weights",
+    "weights_end": "loss_weights_end",
+}
 
 
 def typed_fields(kind, fields: dict, name: str):
@@ -4817,12 +4803,11 @@ def typed_fields(kind, fields: dict, name: str):
 
     Raise UserError for unknown fields, and for missing fields without a default."""
     kinds = typing.get_type_hints(kind, include_extras=True)
-    unknown = []
-    for field, value in fields.items():
-        if field not in kinds and (field, value) not in REMOVED.items():
-            unknown.append(f"{field}={value!r}")
+    fields = {RENAMED.get(field, field): value for field, value in fields.items()}
+    fields.pop(None, None)
+    unknown = [f"{field}={value!r}" for field, value in fields.items() if field not in kinds]
     of_other = f"settings of another train_gpt.py ({', '.join(unknown)})"
-    need(not unknown, f"{of_other}: use that file, which is in the run's log.txt")
+    require(not unknown, f"{of_other}: use that file, which is in the run's log.txt")
     values = {}
     for field in dataclasses.fields(kind):
         if field.name in fields:
@@ -4830,7 +4815,7 @@ def typed_fields(kind, fields: dict, name: str):
             values[field.name] = typed(kinds[field.name], value, f"{name}.{field.name}".strip("."))
         else:
             has_default = field.default is not dataclasses.MISSING
-            need(has_default, f"{name}: {field.name} is missing, and has no default")
+            require(has_default, f"{name}: {field.name} is missing, and has no default")
     return kind(**values)
 
 
@@ -4847,7 +4832,7 @@ def with_settings(cfg: Config, items: list[str]) -> Config:
     """Apply `items` without validating the result."""
     fields = dataclasses.asdict(cfg)
     for item in items:
-        need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
+        require("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
         key, _, text = item.partition("=")
         if key == "without":
             for setting in leave_out(text):
@@ -4871,7 +4856,7 @@ def leave_out(names: str) -> list[str]:
     if names == "all":
         chosen = [name for name in IDEAS if name not in PLAIN_HAS]
     unknown = [name for name in chosen if name not in IDEAS]
-    need(not unknown, f"without={names}: it must be all, or a list of {', '.join(IDEAS)}")
+    require(not unknown, f"without={names}: it must be all, or a list of {', '.join(IDEAS)}")
     return " ".join(IDEAS[name] for name in chosen).split()
 
 
@@ -4879,6 +4864,7 @@ def set_fields(fields: dict, key: str, text: str):
     """Set `key` in `fields`, a config as a dict. Raise LookupError, TypeError or ValueError if
     there is no such key."""
     *path, name = key.split(".")
+    name = RENAMED.get(name, name)
     holders = [fields]
     if path:
         table, number = path
@@ -4903,7 +4889,6 @@ def literal(text: str):
 FOREIGN = {
     "batch_size": ["stages.*.batch_tokens"],
     "block_size": ["stages.*.row_tokens"],
-    "epochs": ["passes"],
     "eval_interval": ["val_every"],
     "learning_rate": ["lr_anvil", "lr_adam"],
     "lr": ["lr_anvil", "lr_adam"],
@@ -4941,7 +4926,7 @@ def as_setting(word: str) -> str:
 PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "target=0"])
 
 
-# ---- Data folders: locations of shards, and the tools that make them -----------------------------
+# ---- Data folders: locations of shards, and the tools that make them ----------------------------
 
 # JSON file next to the shards of a text or custom tokenizer, with the settings encoding,
 # real_tokens and bos.
@@ -4957,7 +4942,7 @@ def settings_for(texts: list[str], val: list[str], name: str, given: list[str]) 
     folder = paths[0]
     has_shards = any(folder.glob("*.bin"))
     if has_shards and not (folder / DESCRIPTION).exists():
-        need(not val, f"{folder} contains validation shards: --val requires a text to train on")
+        require(not val, f"{folder} contains validation shards: --val requires a text to train on")
         return [f"data={folder.resolve()}"], "its shards"
     apart = ["--val", *map(data_place, val)] if val else []
     printed = run_tool("tokenize_text.py", *paths, *apart, "--for", name, "--set", *given)
@@ -4972,17 +4957,19 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     if folder.resolve() == demo_folder().resolve():
         files = "*_train_*.bin", "*_val_*.bin", MERGES
         if not all(any(folder.glob(name)) for name in files):
-            need(can_write(folder), f"{folder} cannot be written for the demo corpus: name a text")
+            require(
+                can_write(folder), f"{folder} cannot be written for the demo corpus: name a text"
+            )
             say(f"making the demo corpus in {folder}")
             run_tool("builtin_corpus.py", folder)
     fix = "--data TEXT makes it again if the text is the same; else --start RUN_DIR --data TEXT"
     if cfg.data == Config.data:
         fix = "run data/cached_fineweb10B.py, or name one"
-    need(folder.is_dir(), f"no folder {folder}: {fix}")
+    require(folder.is_dir(), f"no folder {folder}: {fix}")
     shards = filter(None, map(SHARD_NAME.fullmatch, os.listdir(folder)))
     sets = sorted({shard[1] for shard in shards})
     several = f"{folder} holds several data sets ({', '.join(sets)})"
-    need(len(sets) < 2, f"{several}: give each its own folder")
+    require(len(sets) < 2, f"{several}: give each its own folder")
     return folder
 
 
@@ -5012,20 +4999,9 @@ def can_write(folder: Path) -> bool:
 
 
 def user_cache() -> Path | None:
-    """Return the cache directory, in $XDG_CACHE_HOME or ~/.cache.
-
-    Without a home directory, return a temporary directory, or None if others can access it."""
+    """Return the cache directory, in $XDG_CACHE_HOME or ~/.cache; None without a home directory."""
     place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if place != "~/.cache":
-        return Path(place, "train_gpt")
-    folder = Path(tempfile.gettempdir(), f"train_gpt-{os.getuid()}")
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError:
-        return None
-    is_private = found.st_uid == os.getuid() and found.st_mode & 0o077 == 0
-    return folder if is_private and stat.S_ISDIR(found.st_mode) else None
+    return None if place == "~/.cache" else Path(place, "train_gpt")
 
 
 def run_tool(name: str, *args) -> str:
@@ -5038,7 +5014,7 @@ def run_tool(name: str, *args) -> str:
         raise SystemExit(128 + number)
 
     tool = Path(__file__).resolve().parent / "data" / name
-    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
+    require(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
     before = signal_handlers()
     deadly = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     set_handlers({number: end for number in deadly if before[number] == signal.SIG_DFL})
@@ -5050,12 +5026,12 @@ def run_tool(name: str, *args) -> str:
     if done.returncode == -signal.SIGKILL:
         killed += ", probably for lack of memory: use less text, or make the tokens on a larger"
         killed += " machine (data/tokenize_text.py TEXT --out DIR) and use --data DIR"
-    need(done.returncode >= 0, killed)
-    need(done.returncode == 0, "")
+    require(done.returncode >= 0, killed)
+    require(done.returncode == 0, "")
     return done.stdout
 
 
-# ---- Command line --------------------------------------------------------------------------------
+# ---- Command line -------------------------------------------------------------------------------
 
 
 def show(cfg: Config) -> str:
@@ -5066,11 +5042,11 @@ def show(cfg: Config) -> str:
             lines.append(f"{name} = {value!r}")
     lines += [f"layers.{i} = {layer}" for i, layer in enumerate(cfg.layers)]
     numbers = 0
-    for name, row in param_table(cfg).items():
-        size = math.prod(row.shape)
+    for name, spec in param_specs(cfg).items():
+        size = math.prod(spec.shape)
         numbers += size
-        learns = f"{row.updated_by} lr {row.lr:.3g} decay {row.decay:.3g} betas {row.betas}"
-        lines.append(f"{name:13} {row.shape!s:>18} {size:14,}  {learns}")
+        learns = f"{spec.updated_by} lr {spec.lr:.3g} decay {spec.decay:.3g} betas {spec.betas}"
+        lines.append(f"{name:13} {spec.shape!s:>18} {size:14,}  {learns}")
     rates = schedule(cfg).hyper.lr
     flops = 0.0
     for i, stage in enumerate(cfg.stages):
@@ -5154,19 +5130,19 @@ def asked_for(args) -> Asked:
     data = args.data + [x.removeprefix("data=") for x in settings if x.startswith("data=")]
     settings = [x for x in settings if not x.startswith("data=")]
     presets = [word for word in args.words if word in PRESETS]
-    need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
+    require(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
     places = [word for word in args.words if word not in PRESETS] + data
-    need(places or not args.val, "--val requires a text to train on: name it first")
+    require(places or not args.val, "--val requires a text to train on: name it first")
     for place in places + args.val:
         if place and data_place(place).exists():
             continue
         setting = as_setting(place) if "=" in place else ""
-        need(not setting, f"{place} is not a text: for a setting write {setting}")
+        require(not setting, f"{place} is not a text: for a setting write {setting}")
         missing = f"there is no {place or repr(place)}"
         known = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}"
         raise UserError(missing if presets or place in data + args.val else f"{known}; {missing}")
     asked = Asked("".join(presets), places, args.val, settings)
-    need("preset" not in asked.keys, "--set preset= changes only a name: write the preset first")
+    require("preset" not in asked.keys, "--set preset= changes only a name: write the preset first")
     return asked
 
 
@@ -5174,11 +5150,11 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
     """Return the Config for parsed arguments, based on a preset or on the checkpoint to `start`
     from. Tokenize texts, and add their settings."""
     asked = asked_for(args)
-    need("start" not in asked.keys, "--set start=: use --start RUN_DIR")
+    require("start" not in asked.keys, "--set start=: use --start RUN_DIR")
     name = asked.preset or "tiny"
     if start:
         of_run = asked.preset == "" and "seed" not in asked.keys
-        need(of_run, "--start uses the model of the run: drop PRESET and seed")
+        require(of_run, "--start uses the model of the run: drop PRESET and seed")
         name = str(start.run_dir)
         base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
     else:
@@ -5191,13 +5167,13 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         say(f"data of your own, with validation on {validation}: {shlex.join(of_data)}")
     cfg = override(base, settings)
     same = not start or shapes_of(cfg) == shapes_of(base)
-    need(same, "--start uses the model of the run: drop settings of sizes")
+    require(same, "--start uses the model of the run: drop settings of sizes")
     return cfg
 
 
 def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
     """Return parameter name -> shape."""
-    return {name: row.shape for name, row in param_table(cfg).items()}
+    return {name: spec.shape for name, spec in param_specs(cfg).items()}
 
 
 def resume_config(asked: Asked, saved: Saved) -> Config:
@@ -5208,7 +5184,7 @@ def resume_config(asked: Asked, saved: Saved) -> Config:
         done |= facts["finished"] and "missing" not in facts
     again = command_for(__file__, "--start", saved.run_dir, "--set", "steps=N")
     longer = f"to train longer, {again}"
-    need(not done, f"{saved.run_dir} is finished: there is nothing to resume; {longer}")
+    require(not done, f"{saved.run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
     if asked.places:  # the data may move
         with_settings(saved.cfg, settings)
@@ -5250,7 +5226,7 @@ def check_resume(args, asked: Asked):
     changes = asked.preset or args.show or args.start or asked.keys - {*machine}
     drop = f"drop PRESET, --seed, --show, --set but for {', '.join(machine)}, and --start"
     instead = f"for a new run with its parameters: --start {args.resume}"
-    need(not changes, f"--resume uses the config of the run: {drop}; {instead}")
+    require(not changes, f"--resume uses the config of the run: {drop}; {instead}")
 
 
 def keep_programs(cache: str | None):
@@ -5296,10 +5272,10 @@ def check_hardware(cfg: Config):
         fix = "pip install 'jax[tpu]', or 'jax[cuda13]' (driver below 580: cuda12; V100, P100:"
         fix += f" {FOR_OLD_GPUS}); end other processes that use it (a notebook)"
         needs = f"{cfg.preset} needs an accelerator, and JAX sees only CPUs"
-        need(cfg.preset not in LARGE, f"{needs}: {fix}; JAX_PLATFORMS=cpu uses CPUs")
+        require(cfg.preset not in LARGE, f"{needs}: {fix}; JAX_PLATFORMS=cpu uses CPUs")
     too_old = 0 < capability(device) < 7.5 and "cuda 13" in device.client.platform_version
     old = f"jax[cuda13] does not support {device.device_kind}"
-    need(not too_old, f"{old}: pip install {FOR_OLD_GPUS} in a new environment")
+    require(not too_old, f"{old}: pip install {FOR_OLD_GPUS} in a new environment")
     jax.block_until_ready(jnp.arange(2.0) + 1)
 
 
@@ -5366,7 +5342,7 @@ def report_errors(do: Callable) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         return do() or 0
     except Exception as error:
-        line = line_of(error)
+        line = message_for(error)
         if line is None:  # a bug
             raise
     finally:
@@ -5378,7 +5354,7 @@ def report_errors(do: Callable) -> int:
     return 2
 
 
-def line_of(error: Exception) -> str | None:
+def message_for(error: Exception) -> str | None:
     """Return the message for an error that the user can fix, or None for a bug."""
     text = str(error)
     if isinstance(error, UserError | OSError):
@@ -5412,7 +5388,7 @@ def main(argv=None) -> int:
 # PART V: FAST ON HARDWARE
 # ================================================================================================
 
-# ---- Compilation: every program of the run, before the clock starts ----------------------------
+# ---- Compilation: every program of the run, before the clock starts -----------------------------
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
@@ -5426,8 +5402,8 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         program = compile_one(cfg, mesh, key, lowered)
         seconds = round(time.perf_counter() - began, 3)
         size = resident_bytes(cfg, mesh, key) + program.memory_analysis().peak_memory_in_bytes
-        refusal = too_large(cfg, mesh, str(key), size, memory_limit(mesh))
-        need(not refusal, refusal)
+        refusal = memory_refusal(cfg, mesh, str(key), size, memory_limit(mesh))
+        require(not refusal, refusal)
         say(f"{next(ready)} of {len(every)} programs are ready\r")
         return program, seconds
 
@@ -5475,7 +5451,7 @@ def compile_one(cfg: Config, mesh: Mesh, key, lowered):
     if sizes:
         size, limit = (float(number) * 2**30 for number in sizes.groups())
         size += resident_bytes(cfg, mesh, key)
-        hint = f"{too_large(cfg, mesh, str(key), size, limit)}: "
+        hint = f"{memory_refusal(cfg, mesh, str(key), size, limit)}: "
     elif "compile option" in text:
         hint = "--set sparse_cores=0 leaves out options for TPUs: "
     elif re.search("pallas|mosaic|triton", text.lower()):
@@ -5492,7 +5468,7 @@ def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
         jax.block_until_ready(program(*created_sharded(zeros, layout)()))
 
 
-# ---- Programs: arguments and results of each step, and their layout ------------------------------
+# ---- Programs: arguments and results of each step, and their layout -----------------------------
 
 # A layout is a pytree of jax.ShapeDtypeStruct: shapes, dtypes and shardings without arrays.
 
@@ -5513,8 +5489,8 @@ def created_sharded(make: Callable, layout) -> Callable:
 def abstract_state(cfg: Config, mesh: Mesh):
     """Return the layout of the training state."""
 
-    def leaf(shape, dtype, row):
-        if not row.sharded:
+    def leaf(shape, dtype, spec):
+        if not spec.sharded:
             return abstract(mesh, shape, dtype)
         rows = -(-shape[0] // mesh.size) * mesh.size  # padded to a multiple of the devices
         return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
@@ -5563,7 +5539,7 @@ def start_copies(cfg: Config, mesh: Mesh) -> Callable:
 def first_copies(cfg: Config, params, seed):
     """Return the compute copies, and with them the signs of n-grams, which no update changes."""
     copies = compute_copies(cfg, params)
-    if cfg.signed:  # "A table of hashed n-grams"
+    if cfg.signed:  # "Hashed n-gram table"
         copies["signs"] = sign_pool(cfg, seed)
     return copies
 
@@ -5638,7 +5614,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
             of_stage[key.stage] = built[key]
         else:
             update = update_step
-            if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
+            if key.tied:  # "Updates of tables, and tied embeddings"
                 update = tied_update
             step = functools.partial(update, cfg, kernels)
             get_args = functools.partial(update_args, cfg, mesh, key, of_stage)
@@ -5689,17 +5665,17 @@ def abstract_batch(cfg: Config, mesh: Mesh, b: int, t: int, count: int) -> Batch
 
     hyper = abstract_hyper(cfg, mesh)
     targets = by_rows(jnp.int32, b, t)
-    aims = Aims(by_rows(jnp.int32, b, count), targets, targets)
-    rows = Rows(by_rows(jnp.uint16, b, t + 1), None, None, aims)
+    all_targets = Targets(by_rows(jnp.int32, b, count), targets, targets)
+    rows = Rows(by_rows(jnp.uint16, b, t + 1), None, None, all_targets)
     if not cfg.ngram_rows:
         return Batch(rows, None, hyper)
-    # "A table of hashed n-grams"
+    # "Hashed n-gram table"
     rows = rows._replace(hashed=by_rows(jnp.uint16, b, t), slots=by_rows(jnp.int32, b, 2, t))
     room = capacity(b * t, mesh.size)
     return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
 
 
-# ---- Collectives: the all-gather and reduce-scatter of Part I, arranged for XLA ------------------
+# ---- Collectives: the all-gather and reduce-scatter of Part I, arranged for XLA -----------------
 
 
 def gather_banks(cfg: Config, copies, after):
@@ -5770,7 +5746,7 @@ def reduce_scatter(arrays: tuple, dtype):
     return jnp.concatenate(sums)
 
 
-# ---- Kernels of a run: choose them, and check them on the hardware -------------------------------
+# ---- Kernels of a run: choose them, and check them on the hardware ------------------------------
 
 
 def choose_kernels(cfg: Config, device) -> tuple[Kernels, str]:
@@ -5833,7 +5809,7 @@ def why_plain_attention(cfg: Config, device) -> str:
     h = cfg.head_width
     if not cfg.layers_with("attends"):
         return "no layer attends"
-    if not (cfg.still and cfg.qk_norm) or cfg.shared:
+    if not (cfg.half_rope and cfg.qk_norm) or cfg.shared:
         return "kernels need QK norm, half rotation, and heads that share no keys"
     if device.platform == "gpu":
         if cfg.dtype != jnp.bfloat16:
@@ -5866,13 +5842,13 @@ def check_kernels(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable) -> t
     with ThreadPoolExecutor(cpu_cores()) as pool:
         results = list(pool.map(lambda trial: failure(trial, cfg, kernels), tried))
     failures = {trial.field: text for trial, text in zip(tried, results, strict=True) if text}
-    if not any(from_all(len(failures))):
+    if not any(from_processes(len(failures))):
         return kernels, ""
     kernels = kernels._replace(**{field: getattr(PLAIN, field) for field in failures})
     line = "; ".join(failures.values())
     may_leave_out = cfg.kernels == "auto" and jax.process_count() == 1
     hint = f"use --set kernels={kernel_names(kernels)}"
-    need(may_leave_out, f"kernels are wrong here, or on another host: {line}: {hint}")
+    require(may_leave_out, f"kernels are wrong here, or on another host: {line}: {hint}")
     say(f"WARNING: WRONG KERNELS ARE LEFT OUT: {line}")
     return kernels, f"; LEFT OUT: {line}"
 
@@ -5992,7 +5968,7 @@ def token_errors(x, exact, columns: int) -> np.ndarray:
     return error / np.maximum(np.maximum(norms, rms), 1e-30)
 
 
-# ---- Updates of the n-gram table in parts, with less memory --------------------------------------
+# ---- Updates of the n-gram table in parts, with less memory -------------------------------------
 
 
 def update_in_parts(update: Callable, state: tuple, ids, order, grads: list, sizes: tuple):
@@ -6033,7 +6009,7 @@ def rows_of_steps(grads: list, places):
     return rows
 
 
-# ---- Attention for any hardware, and the plain forms of Kernels -------------------------------
+# ---- Attention for any hardware, and the plain forms of Kernels ---------------------------------
 
 SCORE_BYTES = 2**28  # of the float32 scores that attend_band computes at a time
 
@@ -6086,7 +6062,7 @@ ATTEND_PLAIN = functools.partial(attend_heads, attend_band)
 PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
 
 
-# ---- For any hardware: the loss with its own gradient, document starts -------------------------
+# ---- For any hardware: the loss with its own gradient, document starts --------------------------
 
 
 def squash(z, cfg: Config):
@@ -6255,7 +6231,7 @@ def flat(x):
     return x.reshape(-1, x.shape[-1])
 
 
-# ---- Running a kernel: Pallas with names -------------------------------------------------------
+# ---- Running a kernel: Pallas with names --------------------------------------------------------
 
 # A Pallas kernel is a function that runs once per step of a grid. It gets references instead of
 # arrays: r.x[...] reads, and r.x[...] = y writes. A step has one block of every input and output,
@@ -6324,7 +6300,7 @@ def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=
     return dict(call(OrderedDict(scalars), arrays))
 
 
-# ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
+# ---- Attention for TPUs: all heads of a layer in one pass ---------------------------------------
 
 # Both passes go through a row once, in blocks of BLOCK tokens (or a smaller divisor of the row).
 # Heads stay side by side as the projection computed them, [t, n h]. Each block is normed and
@@ -6953,7 +6929,7 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     return attend(arrays)
 
 
-# ---- For TPUs: per-token weighted sums, and gradients of tables ----------------------------------
+# ---- For TPUs: per-token weighted sums, and gradients of tables ---------------------------------
 
 # XLA for a v6e runs blend as ten passes over a float32 sum in memory, and its backward pass as ten
 # more. In one kernel a block of tokens stays in VMEM for all sources (predicted: 12 s less of a run
@@ -7120,7 +7096,7 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     return table_vd + written["sums"].reshape(v, d).astype(table_vd.dtype)
 
 
-# ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
+# ---- Attention for NVIDIA GPUs ------------------------------------------------------------------
 
 # The forward kernel runs a block of queries of one head against all keys that it can see, tile by
 # tile (FlashAttention, Dao et al. 2022). The backward pass has two kernels: one goes through the
@@ -7299,7 +7275,7 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
     return attend(arrays)
 
 
-# ---- Loss for NVIDIA GPUs ----------------------------------------------------------------------
+# ---- Loss for NVIDIA GPUs -----------------------------------------------------------------------
 
 # On GPUs XLA calls a library for matmuls, so the logits are written to memory, in bfloat16. A
 # kernel then computes the losses, and replaces the logits by their gradients.

@@ -33,7 +33,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from shards import BYTE_BPE_PATTERN, byte_bpe, encode_documents, write_shard, write_whole
 
-from train_gpt import MERGES, Parser, need, report_errors, tell  # shards has set the path
+from train_gpt import MERGES, Parser, report_errors, require, tell  # shards has set the path
 
 DEFAULT_FOLDER = Path(__file__).resolve().parent / "builtin"
 VAL_BYTES = 300_000  # smallest size of the validation text
@@ -154,7 +154,7 @@ def collect() -> list[str]:
     library = Path(sysconfig.get_path("stdlib"))
     fix = "use a full CPython, or text of your own with data/tokenize_text.py"
     missing = f"no Python sources in {library}: this installation is zipped or stripped: {fix}"
-    need((library / "pydoc_data" / "topics.py").exists(), missing)
+    require((library / "pydoc_data" / "topics.py").exists(), missing)
     from pydoc_data.topics import topics
 
     # Longest first: some topics contain others.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # folder of train_gpt.py
 
-from train_gpt import HASHES, Parser, UserError, fcntl, need, open_shard, report_errors, tell
+from train_gpt import HASHES, Parser, UserError, fcntl, open_shard, report_errors, require, tell
 
 REPO = "kjj0/fineweb10B-gpt2"  # dataset on huggingface.co (or on HF_ENDPOINT)
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
@@ -80,7 +80,7 @@ def download(paths: list[Path], folder: Path) -> None:
             hf_hub_download(REPO, path.name, **where)
             new = work / path.name
             wrong = f"{path.name} is incomplete, or has another SHA-256"
-            need(is_complete(new, hashes[path.name]), wrong)
+            require(is_complete(new, hashes[path.name]), wrong)
             os.replace(new, path)
         contents = {"revision": REVISION, "sha256": hashes}
         (work / HASHES).write_text(json.dumps(contents, indent=1))
@@ -94,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dir", default=DEFAULT_DIR, help="default: data/fineweb10B")
     args = parser.parse_args(argv)
     in_range = 1 <= args.shards <= MAX_SHARDS
-    need(in_range, f"N={args.shards} must be from 1 to {MAX_SHARDS}, the number of training shards")
+    require(
+        in_range, f"N={args.shards} must be from 1 to {MAX_SHARDS}, the number of training shards"
+    )
     folder = Path(os.path.expanduser(args.dir))
     folder.mkdir(parents=True, exist_ok=True)
     train = [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
@@ -113,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
         if isinstance(error, ImportError):
             fix = "pip install huggingface_hub"
         progress = f"{len(missing)} of {len(paths)} shards (0.2 GB each) are missing in {folder}"
-        need(not missing, f"cannot download: {reason}: {fix}; {progress}")
+        require(not missing, f"cannot download: {reason}: {fix}; {progress}")
         unverified = f"; not verified, as the hashes could not be looked up ({reason})"
     shards = f"the validation shard and {args.shards} training shards"
     tell(f"{folder}: {shards}, all complete{unverified}")

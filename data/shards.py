@@ -23,7 +23,7 @@ import numpy as np
 import tiktoken
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # folder of train_gpt.py
-from train_gpt import HEADER_BYTES, MERGES, SHARD_MAGIC, SHARD_VERSION, UserError, need, tell
+from train_gpt import HEADER_BYTES, MERGES, SHARD_MAGIC, SHARD_VERSION, UserError, require, tell
 
 BYTE_BPE_PATTERN = (
     r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"  # merges stay inside these
@@ -63,7 +63,7 @@ def detect_encoding(file, name) -> str:
     head = file.read(8)
     file.seek(0)
     for magic, (other_format, fix) in OTHER_FORMATS.items():
-        need(not head.startswith(magic), f"{name} is a {other_format} file, not text: {fix}")
+        require(not head.startswith(magic), f"{name} is a {other_format} file, not text: {fix}")
     for mark, encoding in BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             return encoding
@@ -71,7 +71,7 @@ def detect_encoding(file, name) -> str:
     non_ascii = invalid = 0
     bad_lines = []
     for number, line in enumerate(file, 1):
-        need(b"\0" not in line, no_text)
+        require(b"\0" not in line, no_text)
         if line.isascii():
             continue
         non_ascii += len(line.translate(None, ASCII))
@@ -131,7 +131,9 @@ def text_encoding(name: str, folder: Path | None = None) -> tiktoken.Encoding:
 
     Raise UserError if merges.json is missing or damaged, if GPT-2's ranks can be neither found nor
     downloaded, or for "ids": tokens of the user's tokenizer."""
-    need(name != "ids", "encoding=ids: only your tokenizer knows text of such tokens: name shards")
+    require(
+        name != "ids", "encoding=ids: only your tokenizer knows text of such tokens: name shards"
+    )
     if name == "bytes":
         return byte_bpe()
     if name == "bpe":

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 import shards
 
 import train_gpt as T  # importing shards has put its folder on the path
-from train_gpt import DESCRIPTION, MERGES, Config, TokenStream, UserError, need, override, tell
+from train_gpt import DESCRIPTION, MERGES, Config, TokenStream, UserError, override, require, tell
 
 MARKER = "<|endoftext|>"
 RUN = "run.json"  # in the folder of every run
@@ -93,7 +93,7 @@ def files_of(texts: list[Path]) -> dict[Path, list[Path]]:
     found = {}
     skipped = []
     for text in texts:
-        need(text.exists(), f"{text}: there is no such text: {formats}")
+        require(text.exists(), f"{text}: there is no such text: {formats}")
         files = [text] if kind(text) in ("", *SUFFIXES) else []
         if text.is_dir():
             files = texts_in(text)
@@ -102,7 +102,7 @@ def files_of(texts: list[Path]) -> dict[Path, list[Path]]:
         else:
             skipped.append(str(text))
     no_text = f"{', '.join(skipped)}: no text"
-    need(found, f"{no_text}: {formats}")
+    require(found, f"{no_text}: {formats}")
     if skipped:
         tell(f"warning: {no_text}: skipped", sys.stderr)
     return found
@@ -214,7 +214,7 @@ def tokenize(encoding, files: list[File]) -> np.ndarray:
             tokens += document.tobytes()
         if number:
             tell(f"{len(tokens) // 2:,} tokens", sys.stderr)
-    need(tokens, f"no text in {', '.join(str(file.path) for file in files)}")
+    require(tokens, f"no text in {', '.join(str(file.path) for file in files)}")
     return np.frombuffer(tokens, np.uint16)
 
 
@@ -227,7 +227,7 @@ def described(folder: Path) -> tuple[dict, TokenStream, TokenStream]:
         about = {key: description[key] for key in ("encoding", "real_tokens", "bos")}
         streams = [TokenStream(folder, part, about["bos"]) for part in ("train", "val")]
         counts = [len(stream) for stream in streams]
-        need(description.get("tokens", counts) == counts, "shards are missing")
+        require(description.get("tokens", counts) == counts, "shards are missing")
         return about, *streams
     except (OSError, ValueError, LookupError, TypeError, UserError) as error:
         reason, _, _ = str(error).partition(": delete it")
@@ -257,7 +257,7 @@ def tokens_of(args, run: Config | None) -> tuple[Path, str]:
 
     Makes the tokens if they do not exist. A `run` gives the encoding; args.preset is its folder."""
     if args.out:
-        need(not args.out.exists(), f"--out {args.out} exists: name another folder")
+        require(not args.out.exists(), f"--out {args.out} exists: name another folder")
     texts = files_of(args.texts)
     of_val = files_of(args.val) if args.val else {}
     paths = [*itertools.chain(*texts.values())], [*itertools.chain(*of_val.values())]
@@ -267,7 +267,7 @@ def tokens_of(args, run: Config | None) -> tuple[Path, str]:
     held = {*val_paths}
     val = [file for file in files if file.path in held]
     train = [file for file in files if file.path not in held]
-    need(train, f"validation on {validation} leaves nothing to train on")
+    require(train, f"validation on {validation} leaves nothing to train on")
 
     size = sum(file.size for file in files)
     name = "bytes" if args.preset == "tiny" or size < SHORT else "gpt2"
@@ -290,7 +290,7 @@ def tokens_of(args, run: Config | None) -> tuple[Path, str]:
     folder = next(filter(T.can_write, folders), None)
     failure = f"tokens cannot be written to {' or '.join(map(str, folders))}"
     fix = "make them with data/tokenize_text.py TEXT --out DIR, and name DIR as --data"
-    need(folder, f"{failure}: {fix}")
+    require(folder, f"{failure}: {fix}")
 
     encoding = shards.text_encoding(name, Path(args.preset))
     bos = encoding.eot_token
@@ -300,7 +300,7 @@ def tokens_of(args, run: Config | None) -> tuple[Path, str]:
         val_tokens = tokenize(encoding, val)
     else:
         count = min(len(tokens) // 10, VAL_TOKENS)
-        need(count, f"{len(tokens)} tokens are too few for training and validation")
+        require(count, f"{len(tokens)} tokens are too few for training and validation")
         tokens, val_tokens = tokens[:-count], tokens[-count:]
         if val_tokens[0] != bos:  # it begins inside a document
             val_tokens = np.insert(val_tokens, 0, bos)
@@ -319,8 +319,8 @@ def values_of(items: list[str]) -> dict[str, str]:
     return dict(item.partition("=")[::2] for item in items)
 
 
-def passes_needed(cfg: Config, train: TokenStream, most: int) -> int:
-    """Return how many passes through the training tokens a run needs; 0 if more than `most`."""
+def epochs_needed(cfg: Config, train: TokenStream, most: int) -> int:
+    """Return how many epochs through the training tokens a run needs; 0 if more than `most`."""
     fewest = cfg.tokens_after(cfg.steps) // len(train) + 1
     for number in range(fewest, min(2 * fewest, most) + 1):  # ends of cut documents are not read
         with suppress(UserError):
@@ -330,31 +330,31 @@ def passes_needed(cfg: Config, train: TokenStream, most: int) -> int:
     return 0
 
 
-def settings_for_passes(cfg: Config, passes: int, steps: int, keep_ngrams: bool) -> list[str]:
-    """Return the settings for a text that is read `passes` times (see "Own text" in NOTES.md).
+def settings_for_epochs(cfg: Config, epochs: int, steps: int, keep_ngrams: bool) -> list[str]:
+    """Return the settings for a text that is read `epochs` times (see "Own text" in NOTES.md).
 
     - Validation runs eight times, and the best model is kept if it has at most 10 GB. LARGE presets
       and runs that continue another get only this.
-    - Weight decay is multiplied by 2 * passes, for matrices from ten passes on by passes^2 / 5. The
+    - Weight decay is multiplied by 2 * epochs, for matrices from ten epochs on by epochs^2 / 5. The
       limits are 178 for matrices, the largest factor that was tried, and 16 for other parameters:
       at 32, an update of a table would remove more than a whole weight, and weights would diverge.
     - Averages extend over the same share of the steps as in the preset.
     - The n-gram table memorizes the text. So half of its rows are dropped in each step, and from
-      four passes on the run has no table, unless `keep_ngrams`."""
-    if passes == 1:
+      four epochs on the run has no table, unless `keep_ngrams`."""
+    if epochs == 1:
         return []
     items = [f"val_every={-(-steps // 8)}"]
     if 4 * sum(map(math.prod, T.shapes_of(cfg).values())) <= 10e9:
         items.append("keep_best=1")
     if cfg is not T.PRESETS.get(cfg.preset) or cfg.preset in T.LARGE:
         return items
-    for_matrices = min(max(2 * passes, passes**2 / 5), 178)
-    for_others = min(2 * passes, 16)
+    for_matrices = min(max(2 * epochs, epochs**2 / 5), 178)
+    for_others = min(2 * epochs, 16)
     items.append(f"decay_anvil={for_matrices * cfg.decay_anvil:.4g}")
     items.append(f"decay_adam={for_others * cfg.decay_adam:.4g}")
     for name in ("tail", "tail_average"):
         items.append(f"{name}={getattr(cfg, name) * steps // cfg.steps}")
-    if cfg.ngram_rows and (keep_ngrams or passes < 4):
+    if cfg.ngram_rows and (keep_ngrams or epochs < 4):
         items.append("ngram_drop=0.5")
     elif cfg.ngram_rows:
         items += T.IDEAS["ngrams"].split()
@@ -373,7 +373,7 @@ def settings_for_validation(cfg: Config, tokens: int, given: list[str], validati
         needed = max(needed, T.with_settings(cfg, given).val_tokens)
     few = f"validation on {validation} has too few tokens for {cfg.preset}"
     few = f"{few}: take more text, a longer --val, or fewer val_tokens"
-    need(tokens > needed, f"{few} ({tokens:,} tokens, {needed + 1:,} are needed)")
+    require(tokens > needed, f"{few} ({tokens:,} tokens, {needed + 1:,} are needed)")
     row = min(cfg.val_row, (tokens - 1) // rows)
     if row > 128:
         row -= row % 128  # attention on accelerators needs multiples of 128
@@ -387,13 +387,13 @@ def settings(cfg: Config, folder: Path, given: list[str], validation: str) -> li
     Raise UserError if the tokens are too few.
 
     A text is read as often as the steps need: by LARGE presets at most four times, which is about
-    as good as new tokens (Muennighoff et al. 2023). If that (or the given `passes`) is not enough,
+    as good as new tokens (Muennighoff et al. 2023). If that (or the given `epochs`) is not enough,
     the run has fewer steps, for LARGE presets not fewer than a fourth."""
     about, train, val = described(folder)
     fixed = values_of(given)
     for key in fixed.keys() & about.keys():
         same = fixed[key] == str(about[key])
-        need(same, f"tokens in {folder} have {key}={about[key]}, not {fixed[key]}")
+        require(same, f"tokens in {folder} have {key}={about[key]}, not {fixed[key]}")
     wanted = about | {"vocab": -(-about["real_tokens"] // 128) * 128, "target": 0.0}
     if wanted["vocab"] != cfg.vocab:  # candidates are ids of another vocabulary
         wanted |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
@@ -403,8 +403,8 @@ def settings(cfg: Config, folder: Path, given: list[str], validation: str) -> li
     full = override(cfg, items + given)
     large = cfg.preset in T.LARGE
     most, tries = (4, 28) if large else (2**31, 100)
-    if "passes" in fixed:
-        most = full.passes
+    if "epochs" in fixed:
+        most = full.epochs
     if "steps" in fixed:
         tries = 1
     for n in range(tries):
@@ -412,11 +412,11 @@ def settings(cfg: Config, folder: Path, given: list[str], validation: str) -> li
         extension = min(full.extension, -(-steps // 8))
         shorter = [*items, f"steps={steps}", f"extension={extension}"]
         with suppress(UserError):  # fewer steps than the stages need
-            if number := passes_needed(override(cfg, shorter + given), train, most):
-                more = settings_for_passes(cfg, number, steps, "ngram_rows" in fixed)
+            if number := epochs_needed(override(cfg, shorter + given), train, most):
+                more = settings_for_epochs(cfg, number, steps, "ngram_rows" in fixed)
                 more = [item for item in more if item.partition("=")[0] not in fixed]
-                return [*shorter, f"passes={number}", *more]
-    if {"steps", "passes"} <= fixed.keys():  # train_gpt.py reports for how many steps they last
+                return [*shorter, f"epochs={number}", *more]
+    if {"steps", "epochs"} <= fixed.keys():  # train_gpt.py reports for how many steps they last
         return shorter
     tiny = "tiny, or " if large else ""
     needed = full.tokens_after(steps) // most
@@ -460,7 +460,7 @@ def main(argv: list[str] | None = None) -> None:
             fix = "use less text, or make them on a larger machine with --out DIR"
             raise UserError(f"out of memory while making tokens: {fix}") from None
     else:
-        need(not args.val, f"{folder} has its validation: --val goes with a text")
+        require(not args.val, f"{folder} has its validation: --val goes with a text")
     if cfg:
         items = [f"data={folder}", *settings(cfg, folder, args.set, validation)]
         print(json.dumps([args.preset, items, validation]))

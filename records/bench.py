@@ -68,7 +68,7 @@ def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
     stages = []
     for i, stage in enumerate(cfg.stages):
         hint = f"use a divisor of {stage.rows}, the rows of stages.{i}"
-        T.need(parts > 0 and stage.rows % parts == 0, f"--parts {parts}: {hint}")
+        T.require(parts > 0 and stage.rows % parts == 0, f"--parts {parts}: {hint}")
         tokens = stage.batch_tokens * devices // parts
         stages.append(dataclasses.replace(stage, batch_tokens=tokens))
     part = {"stages": tuple(stages)}
@@ -308,7 +308,7 @@ def distance(got: list, expected: list) -> float:
 def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> dict:
     """Time the first gradients of a stage with all `variants`, and compare the results."""
     keys = [key for key, *_ in T.schedule(cfg).programs if key.stage == stage]
-    T.need(keys, f"--kernels {stage}: the stages are 0 to {len(cfg.stages) - 1}")
+    T.require(keys, f"--kernels {stage}: the stages are 0 to {len(cfg.stages) - 1}")
     batches = step_batches(cfg, mesh, cfg.boundaries[stage], *tokens)
     seed = np.uint32(cfg.seed)
     params = T.start_state(cfg, mesh)(seed)["params"]
@@ -369,13 +369,15 @@ def fit(rows: list[dict], yardstick: dict) -> str:
 def beside(predicted: dict, measured: dict) -> str:
     """Return a table of the times in preflight.json and bench.json."""
     is_right = "variants" in predicted and "programs" in measured
-    T.need(is_right, "--beside needs preflight.json, then a bench.json made without --kernels")
+    T.require(is_right, "--beside needs preflight.json, then a bench.json made without --kernels")
     has_times = predicted["variants"][0].get("bound_ms")
-    T.need(has_times, f"preflight.json has no times for {predicted['device_kind']}")
+    T.require(has_times, f"preflight.json has no times for {predicted['device_kind']}")
     parts = measured["parts"]
     ran_on = parts, measured["devices"]["kind"]
     target = predicted["devices"], predicted["device_kind"]
-    T.need(ran_on == target, "measured for {} x {}, predicted for {} x {}".format(*ran_on, *target))
+    T.require(
+        ran_on == target, "measured for {} x {}, predicted for {} x {}".format(*ran_on, *target)
+    )
     count = measured["devices"]["count"]
     timed = {row["name"]: row for row in measured["programs"]}
     rows = []
@@ -394,7 +396,7 @@ def beside(predicted: dict, measured: dict) -> str:
             form += "| {sum:.2f} | {each} | {ratio:.2f} |"
             text.append(form.format(**row))
             rows.append(row)
-    T.need(rows, "preflight.json and bench.json have no program in common")
+    T.require(rows, "preflight.json and bench.json have no program in common")
     seconds = [sum(row["steps"] * row[x] for row in rows) / 1e3 for x in ("ms", "sum")]
     sums = f"measured {seconds[0]:.1f} s, predicted {seconds[1]:.1f} s"
     text += ["", f"These programs, over the run: {sums}, ratio {seconds[0] / seconds[1]:.2f}."]
@@ -454,7 +456,7 @@ def run(argv: list[str] | None) -> int:
         Path(folder).mkdir(parents=True, exist_ok=True)
     timer = functools.partial(time_stages, traces=args.profile)
     if args.kernels is not None:
-        T.need(not args.profile, "--profile traces steps of stages: omit --kernels")
+        T.require(not args.profile, "--profile traces steps of stages: omit --kernels")
         timer = functools.partial(compare_kernels, args.kernels)
     command = shlex.join(["python", *sys.argv] if argv is None else argv)
     facts = bench(T.resolve(args), args.parts, timer, command)

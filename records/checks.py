@@ -65,7 +65,7 @@ class Refused(Exception):
     """The reason to refuse a record, in one sentence for the terminal."""
 
 
-def need(holds, reason: str):
+def require(holds, reason: str):
     """Raise Refused for `reason` unless the condition holds."""
     if not holds:
         raise Refused(reason)
@@ -73,7 +73,7 @@ def need(holds, reason: str):
 
 def agree(name: str, got, want):
     """Raise Refused unless both values of `name` are equal."""
-    need(got == want, f"{name}: {got!s:.200}, not {want!s:.200}")
+    require(got == want, f"{name}: {got!s:.200}, not {want!s:.200}")
 
 
 def escaped(character: str) -> str:
@@ -101,21 +101,21 @@ def about(name):
 
 def need_no_link(path: Path):
     """Refuse a symbolic link: it could lead to a private file of the reviewer."""
-    need(not path.is_symlink(), f"{path.name} is a symbolic link")
+    require(not path.is_symlink(), f"{path.name} is a symbolic link")
 
 
 def read(path: Path, parse: Callable = json.loads):
     """Return the parsed text of a regular file (a pipe, for example, has no end)."""
     with about(path.name):
         need_no_link(path)
-        need(path.is_file(), "no such file")
+        require(path.is_file(), "no such file")
         return parse(path.read_bytes().decode())
 
 
 def read_json(path: Path) -> dict:
     """Return the object in a JSON file."""
     content = read(path)
-    need(isinstance(content, dict), f"{path.name}: is not a JSON object")
+    require(isinstance(content, dict), f"{path.name}: is not a JSON object")
     return content
 
 
@@ -206,7 +206,7 @@ def read_run(folder: Path) -> Run:
         facts = read_json(folder / "run.json")
         metrics = read(folder / "metrics.jsonl", lambda text: [*map(json.loads, text.splitlines())])
         renamed = f"its folder must be named {facts['run_id']}, as in run.json"
-        need(facts["run_id"] == folder.name, renamed)
+        require(facts["run_id"] == folder.name, renamed)
         with about("the date and time in its name"):
             began = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S")
         source, *sections = read(folder / "log.txt", RULE.split)
@@ -225,7 +225,7 @@ def check_heads(run: Run, heads: list[list[str]]):
     facts = run.facts
     resumes = len(heads) - 1
     changed = [x for head in heads[1:] for x in head if x.startswith(("source: ", "config: "))]
-    need(not changed, "it was resumed with another source or other settings")
+    require(not changed, "it was resumed with another source or other settings")
     agree("resumed in run.json, in log.txt", facts["resumed"], resumes > 0)
     digest = hashlib.sha256(run.source).hexdigest()
     agree("sha256 in run.json, of the source in log.txt", facts["source_sha256"], digest)
@@ -234,14 +234,14 @@ def check_heads(run: Run, heads: list[list[str]]):
     moved = {"data": "", "devices": 0} if resumes else {}  # fields that a resume may change
     agree("config in run.json, in log.txt", facts["config"] | moved, logged | moved)
     has_command = f"command: {facts['command']}" in heads[-1]
-    need(has_command, f"log.txt does not have the command of run.json, {facts['command']}")
+    require(has_command, f"log.txt does not have the command of run.json, {facts['command']}")
     want = [f"{package} {version}" for package, version in facts["versions"].items()]
     want += ["{count} x {kind} ({platform})".format(**facts["devices"])]
     names = ("host", "environment", "choices", "parameters", "data")  # some are not in older logs
     want += [f"{name}: {json.dumps(facts[name])}" for name in names if name in facts]
     for line in want:
         in_all = all(line in head for head in heads)
-        need(in_all, f"log.txt does not have this line of run.json: {line:.100}")
+        require(in_all, f"log.txt does not have this line of run.json: {line:.100}")
 
 
 def check_steps(run: Run, lines: list[re.Match]):
@@ -259,11 +259,11 @@ def check_steps(run: Run, lines: list[re.Match]):
             agree("in metrics.jsonl", (row["step"], row["tokens"]), (step, tokens))
             agree("in log.txt", (int(line[1]), line[2] is not None), (step, validates))
             near = abs(int(line[3]) - ms) <= CLOCK_MS
-            need(near, f"{line[3]} ms in log.txt, {ms} in metrics.jsonl")
+            require(near, f"{line[3]} ms in log.txt, {ms} in metrics.jsonl")
             near = not validates or abs(float(line[2]) - loss) < 0.51e-4
-            need(near, f"loss {line[2]} in log.txt, {loss} in metrics.jsonl")
-            need(0 < loss < 1000, f"{loss} is not a loss")
-            need(ms > before or (validates and ms == before), "the clock did not advance")
+            require(near, f"loss {line[2]} in log.txt, {loss} in metrics.jsonl")
+            require(0 < loss < 1000, f"{loss} is not a loss")
+            require(ms > before or (validates and ms == before), "the clock did not advance")
             before = ms
     last = run.metrics[-1] | {"steps": step}
     for name in ("steps", "tokens", "train_time_ms", "val_loss"):
@@ -293,7 +293,7 @@ def launch(command: str) -> list[str]:
 def stream_name(track: Track, data: dict) -> str:
     """Return the name of the token stream with these shards."""
     val = f"{track.corpus}_val_000000.bin"
-    need(val in data, f"not the token stream of this track: it has no {val}")
+    require(val in data, f"not the token stream of this track: it has no {val}")
     return "fineweb" if track.corpus == "fineweb" else f"builtin-{data[val]['sha256'][:8]}"
 
 
@@ -303,24 +303,29 @@ def check_stream(track: Track, run: Run, pinned: dict):
     known = pinned.get(stream_name(track, data), {})
     names = [f"{track.corpus}_train_{i:06}.bin" for i in range(1, len(data))]
     hashes = [shard["sha256"] for shard in data.values()]
-    need(all(map(HASH.fullmatch, hashes)), "the hash of a shard is not 64 hexadecimal digits")
-    need(len({*hashes}) == len(hashes), "two shards have the same hash")
+    require(all(map(HASH.fullmatch, hashes)), "the hash of a shard is not 64 hexadecimal digits")
+    require(len({*hashes}) == len(hashes), "two shards have the same hash")
     other = "not the token stream of this track"
     agree(other, sorted(data), [*names, f"{track.corpus}_val_000000.bin"])
     for name, shard in data.items():
-        need(known.get(name) == shard, f"{other}: {name} {shard} is not in tokens.json")
+        require(known.get(name) == shard, f"{other}: {name} {shard} is not in tokens.json")
     available = sum((data[name]["bytes"] - 1024) // 2 for name in names)
     used = run.metrics[-1]["tokens"]
     once = used < available or track.parameters
-    need(once, f"trained on {used} tokens, its shards have {available}: tokens were read twice")
+    require(once, f"trained on {used} tokens, its shards have {available}: tokens were read twice")
 
 
 def parameters_of(run: Run) -> int:
     """Return the number of parameters that a run reports."""
     size = run.facts.get("parameters")
     is_count = type(size) is int and size > 0
-    need(is_count, f"parameters in run.json: {size!r:.50} is not a count")
+    require(is_count, f"parameters in run.json: {size!r:.50} is not a count")
     return size
+
+
+def epochs_of(config: dict) -> int:
+    """Return the number of training epochs, also from a config with the old name `passes`."""
+    return config.get("epochs", config.get("passes", 1))
 
 
 def check_run(track: Track, run: Run, pinned: dict):
@@ -331,16 +336,15 @@ def check_run(track: Track, run: Run, pinned: dict):
     if track.parameters:
         size = parameters_of(run)
         most = track.parameters
-        need(size <= most, f"the model has {size:,} parameters, this track allows {most:,}")
+        require(size <= most, f"the model has {size:,} parameters, this track allows {most:,}")
     else:
         agree("wrong target (see --set target=)", config["target"], track.target)
-        passes = config.get("passes", 1)  # older configs do not have it
-        agree("epochs over the training tokens", passes, 1)
+        agree("epochs over the training tokens", epochs_of(config), 1)
     agree("started with the parameters of another run", config.get("start", ""), "")
     for name, want in track.devices.items():
         agree(f"not the hardware of this track, {name}", devices[name], want)
     fits = track.kind in devices["kind"] and "MIG" not in devices["kind"]  # MIG: part of a GPU
-    need(fits, f"not the hardware of this track: {devices['kind']}")
+    require(fits, f"not the hardware of this track: {devices['kind']}")
     check_stream(track, run, pinned)
     if track.batch_tokens:
         sizes = {stage["batch_tokens"] for stage in config["stages"]}
@@ -360,7 +364,7 @@ def essence(run: Run) -> dict:
 
 def check_runs(runs: list[Run]):
     """Check that runs are equal except for their seeds, and that they did not run in parallel."""
-    need(len(runs) >= 2, "one run has no p-value: at least two seeds are needed")
+    require(len(runs) >= 2, "one run has no p-value: at least two seeds are needed")
 
     def shared(run):
         names = "devices", "host", "choices", "settings", "data"  # some are not in older logs
@@ -375,7 +379,7 @@ def check_runs(runs: list[Run]):
     for one, other in pairwise(sorted(runs, key=lambda run: run.began)):
         later = (other.began - one.began).total_seconds() > one.seconds - 1  # of whole seconds
         both = f"{other.folder.name} began while {one.folder.name} trained"
-        need(later or one.facts["resumed"], f"{both}: make one run after the other")
+        require(later or one.facts["resumed"], f"{both}: make one run after the other")
     check_repeats(runs)
 
 
@@ -393,7 +397,7 @@ def check_repeats(runs: list[Run]):
             continue  # a change that only saves time leaves the losses equal
         equal, steps = equal_steps(a, b)
         same = f"{one.folder.name} and {other.folder.name} have the same training losses"
-        need(equal <= steps / 2, f"repeated losses: {same} in {equal} of {steps} steps")
+        require(equal <= steps / 2, f"repeated losses: {same} in {equal} of {steps} steps")
 
 
 def is_older(folder: Path) -> bool:
@@ -407,7 +411,7 @@ def is_older(folder: Path) -> bool:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
     changed = "its files were changed: restore them, because it is exempt from newer rules"
-    need(digest.hexdigest() == known, changed)
+    require(digest.hexdigest() == known, changed)
     return True
 
 
@@ -426,17 +430,17 @@ def check_new(runs: list[Run]):
     """Check the rules that records in OLDER are exempt from."""
     numbers = ", ".join(map(str, P_VALUES))
     fixed = "the number is fixed so that nobody adds runs until a test passes"
-    need(len(runs) in P_VALUES, f"number of runs: {len(runs)}, not {numbers}: {fixed}")
+    require(len(runs) in P_VALUES, f"number of runs: {len(runs)}, not {numbers}: {fixed}")
     check_source(runs[0].source)  # the other runs have the same source
     machine = runs[0].hardware
     plain = machine.isascii() and machine.isprintable()
-    need(plain, f"the name of its machine, {machine}, is not printable ASCII")
+    require(plain, f"the name of its machine, {machine}, is not printable ASCII")
     tomorrow = datetime.now().date() + timedelta(days=1)
     for run in runs:
         with about(run.folder.name):
-            need(run.facts.get("choices"), "run.json has no choices")
+            require(run.facts.get("choices"), "run.json has no choices")
             parameters_of(run)
-            need(run.began.date() <= tomorrow, "it began in the future: check the clock")
+            require(run.began.date() <= tomorrow, "it began in the future: check the clock")
 
 
 def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> dict:
@@ -455,7 +459,7 @@ def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> d
         result[f"mean_{name}"] = round(float(np.mean(values)), digits)
         result[f"sd_{name}"] = round(float(np.std(values, ddof=1)), digits)
     if track.parameters:
-        result |= {"parameters": facts["parameters"], "passes": facts["config"]["passes"]}
+        result |= {"parameters": facts["parameters"], "passes": epochs_of(facts["config"])}
     else:
         result |= proof(track, losses, P_VALUES[4 if older else len(runs)])
     if facts["devices"]["platform"] == "gpu":
@@ -479,20 +483,20 @@ def proof(track: Track, losses: list[float], limit: float) -> dict:
     p_value = scipy.stats.ttest_1samp(losses, track.target, alternative="less").pvalue
     p_value = float(f"{p_value:.3g}")
     margin = round(float(track.target - mean) * math.sqrt(len(losses)), 6)
-    need(mean <= track.target, f"the mean loss {mean:.4f} is above the target {track.target}")
+    require(mean <= track.target, f"the mean loss {mean:.4f} is above the target {track.target}")
     if track.batch_tokens:
         reason = f"(target - mean) * sqrt(n) is {margin:.4f}, less than {STEP_MARGIN}"
-        need(margin >= STEP_MARGIN, reason)
+        require(margin >= STEP_MARGIN, reason)
     else:
         reason = f"p = {p_value} that the mean loss is not below {track.target}"
-        need(p_value < limit, f"{reason}, not < {limit}: more seeds or a lower loss are needed")
+        require(p_value < limit, f"{reason}, not < {limit}: more seeds or a lower loss are needed")
     return {"p_value": p_value, "margin": margin}
 
 
 def price(rate: float | None, result: dict) -> float | None:
     """Return the training costs in dollars, for a machine that costs `rate` dollars per hour."""
     right = rate is None or (type(rate) in (int, float) and 0 < rate < 1e6)
-    need(right, f"--rate {rate}: dollars per hour of the machine, such as 2.49")
+    require(right, f"--rate {rate}: dollars per hour of the machine, such as 2.49")
     return rate and round(rate * result["mean_seconds"] / 3600, 4)
 
 
@@ -532,16 +536,16 @@ def check_beats(record: Record, other: Record):
     """Check that a record changes something and beats the standing record beyond chance."""
     slow = f"not {'better' if record.ranked_by == 'loss' else 'faster'} than the standing record"
     both = f"{record.score} against {other.score}"
-    need(record.score < other.score, f"{slow}: {both}")
+    require(record.score < other.score, f"{slow}: {both}")
     if record.ranked_by != "steps":
         key = {"seconds": "seconds", "loss": "losses"}[record.ranked_by]
         samples = record.result[key], other.result[key]
         p_value = scipy.stats.ttest_ind(*samples, equal_var=False, alternative="less").pvalue
         limit = P_VALUES[4 if record.older else len(record.runs)]
         reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {limit}"
-        need(p_value < limit, reason)
+        require(p_value < limit, reason)
     changed = essence(record.runs[0]) != essence(other.runs[0])
-    need(changed, "the source and the config are the same as in the standing record")
+    require(changed, "the source and the config are the same as in the standing record")
 
 
 def check_record(folder: Path, pinned: dict) -> Record:
@@ -552,10 +556,10 @@ def check_record(folder: Path, pinned: dict) -> Record:
         older = is_older(folder)
         fields = read_json(folder / "record.json")
         known = fields["track"] == folder.parent.name in TRACKS
-        need(known, f"it is not in the folder of its track, {fields['track']}")
+        require(known, f"it is not in the folder of its track, {fields['track']}")
         named = NAME.fullmatch(fields["name"])
-        need(named, f"name {fields['name']} in record.json: use letters, digits, hyphens")
-        need(fields.get("by") and fields.get("what"), "record.json has no `by` or no `what`")
+        require(named, f"name {fields['name']} in record.json: use letters, digits, hyphens")
+        require(fields.get("by") and fields.get("what"), "record.json has no `by` or no `what`")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
         result = judge(TRACKS[fields["track"]], runs, pinned, older)
         for key in result.keys() | fields["result"].keys():
@@ -591,7 +595,7 @@ def record_folders(root: Path) -> set[Path]:
     folders = {path for track in TRACKS for path in root.glob(f"{track}/*/")}
     for path in sorted(root.rglob("record.json")):
         place = path.parent.relative_to(root)
-        need(len(place.parts) == 2, f"{place}: records are in TRACK/DATE_NAME")
+        require(len(place.parts) == 2, f"{place}: records are in TRACK/DATE_NAME")
         folders.add(path.parent)
     return folders
 

@@ -282,7 +282,7 @@ class Step(NamedTuple):
         keys = T.schedule(cfg).programs
         number = max(range(len(keys)), key=lambda i: (len(keys[i]), -i))
         names = [program] if program else [*map(str, keys[number])]
-        T.need({*names} <= {*every}, f"--program {program}: use one of {', '.join(every)}")
+        T.require({*names} <= {*every}, f"--program {program}: use one of {', '.join(every)}")
         return cls(cfg, mesh, number, {name: every[name] for name in names}, kernels)
 
     @property
@@ -320,14 +320,14 @@ def add_times(costs: dict[int, Cost], path: Path, program: str) -> str:
     `path` is the lines.json that `bench.py --profile` has written. Time without a line of
     train_gpt.py is added to line 0.
     """
-    T.need(path.exists(), f"no {path}: python records/bench.py ... --profile {path.parent}")
+    T.require(path.exists(), f"no {path}: python records/bench.py ... --profile {path.parent}")
     rows = [row for row in json.loads(path.read_text()) if row["trace"] == program]
-    T.need(rows, f"{path} has no trace of {program}")
+    T.require(rows, f"{path} has no trace of {program}")
     lost = 0.0
     for row in rows:
         fits = OWNER.get(row["line"]) == row["function"]
         costs[row["line"] if fits else 0].ms += row["ms_per_step"]
         lost += row["ms_per_step"] * (row["line"] > 0 and not fits)
     whole = sum(row["ms_per_step"] for row in rows)
-    T.need(lost < 0.2 * whole, f"{path} is from another train_gpt.py: trace the steps again")
+    T.require(lost < 0.2 * whole, f"{path} is from another train_gpt.py: trace the steps again")
     return rows[0]["devices"]

@@ -101,7 +101,7 @@ def model_bytes(cfg: T.Config, mesh: T.Mesh, key: T.Gradients | str, device) -> 
         copies = T.device_bytes(T.abstract_copies(cfg, mesh))
         size += numbers.apart * (copies + fetched * vector)
     if trains and together < rows:  # gradients are summed in float32
-        dense = [row.shape for name, row in T.param_table(cfg).items() if name != T.NGRAMS]
+        dense = [row.shape for name, row in T.param_specs(cfg).items() if name != T.NGRAMS]
         sums = sum(map(math.prod, dense)) + fetched * cfg.width
         size += 4 * sums
     return size
@@ -196,14 +196,14 @@ def command_that_fits(preset: str, settings: list[str], gib: float | None = None
     if gib:
         device = SimpleNamespace(platform="gpu", device_kind="NVIDIA GPU", compute_capability="8.0")
         devices = devices[: max(cfg.devices, 1)]
-    T.need(device.platform != "cpu", "there is no accelerator here: name a GPU by --gib N")
+    T.require(device.platform != "cpu", "there is no accelerator here: name a GPU by --gib N")
     cfg, mesh = T.make_mesh(cfg, devices)
     limit = gib * 2**30 if gib else T.memory_limit(mesh)
     here = f"{mesh.size} x {device.device_kind}"
     if limit < math.inf:
         here += f" with {limit / 2**30:.1f} GiB"
     found = settings_that_fit(cfg, mesh, limit, device)
-    T.need(found is not None, f"{preset} does not fit {here}: use more devices, or tiny")
+    T.require(found is not None, f"{preset} does not fit {here}: use more devices, or tiny")
     command = T.command_for(T.__file__, preset)
     if chosen := [*settings, *found]:
         command += f" --set {' '.join(chosen)}"

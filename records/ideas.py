@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder of train_gpt.py
 
-from train_gpt import IDEAS, PLAIN_HAS, PRESETS, Parser, need, override, report_errors
+from train_gpt import IDEAS, PLAIN_HAS, PRESETS, Parser, override, report_errors, require
 
 # isort: split
 
@@ -49,7 +49,7 @@ def train(variant: str, seed: int, *items: str) -> dict:
         more = "sample_tokens=0", "checkpoint_end=never", "target=0", *items
         command += ["--out", folder, "--set", "without=" + ",".join(names), *more]
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
-        need(done.returncode == 0, f"{variant}: train_gpt.py failed, see above")
+        require(done.returncode == 0, f"{variant}: train_gpt.py failed, see above")
         (path,) = Path(folder).glob("*/run.json")
         return json.loads(path.read_text())
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 import checks as C
 import numpy as np
 import scipy
-from checks import Record, Refused, Run, about, escaped, need, visible
+from checks import Record, Refused, Run, about, escaped, require, visible
 from redact import MARKER, SECRET, copy_redacted
 from sandbox import sandbox
 
@@ -59,8 +59,8 @@ class Unproven(Exception):
 def add(root: Path, args) -> str:
     """Make a record of redacted copies of runs; nothing is written unless it is valid."""
     named = C.NAME.fullmatch(args.name)
-    need(named, f"--name {args.name}: use letters, digits, hyphens; it is part of a folder name")
-    need(args.by.strip() and args.what.strip(), "--by and --what must not be empty")
+    require(named, f"--name {args.name}: use letters, digits, hyphens; it is part of a folder name")
+    require(args.by.strip() and args.what.strip(), "--by and --what must not be empty")
     track = C.TRACKS[args.track]
     pinned = C.read_json(root / "tokens.json")
     before = C.all_valid(root)
@@ -187,10 +187,10 @@ def render(root: Path, args) -> str:
     page = root / "README.md"
     text = page.read_text(encoding="utf-8")
     parts = re.fullmatch(f"(.*?){MARKERS[0]}.*{MARKERS[1]}(.*)", text, re.S)
-    need(parts, "README.md does not have the two markers of the leaderboard")
+    require(parts, "README.md does not have the two markers of the leaderboard")
     fresh = parts[1] + standings(root, records) + parts[2]
     if fresh != text:
-        need(not args.check, "README.md is stale: run python records/leaderboard.py render")
+        require(not args.check, "README.md is stale: run python records/leaderboard.py render")
         page.write_text(fresh, encoding="utf-8")
     return f"{page} is up to date, {len(records)} records"
 
@@ -204,7 +204,7 @@ def find_record(root: Path, name: str) -> tuple[Record, Record | None]:
     C.read_json(folder / "record.json")
     records = C.all_valid(root)
     record = next((record for record in records if record.folder == folder), None)
-    need(record, f"{name} is not in {root}: copy the folder of the record there")
+    require(record, f"{name} is not in {root}: copy the folder of the record there")
     chain = C.chains(records)[record.competition]
     place = chain.index(record)
     return record, chain[place - 1] if place else None
@@ -353,7 +353,7 @@ def need_tools(folder: Path, source: bytes):
     lacking = "its source needs older tools in data/: install git and use a clone with its history"
     fix = "not a ZIP or --depth (git fetch --unshallow gets the rest), and with its branch main"
     ready = history or is_today or not is_ours or commits_with(source)
-    need(ready, f"{lacking}, {fix}")
+    require(ready, f"{lacking}, {fix}")
 
 
 def lay_out(source: bytes, home: Path):
@@ -389,16 +389,16 @@ def train_with(home: Path, words: list[str], out: Path, cwd=None, environment=No
     if box:
         command = box(command, env)
     status = subprocess.run(command, cwd=cwd, env=env, stdout=2).returncode
-    need(status == 0, f"train_gpt.py ended with status {status}, see above")
+    require(status == 0, f"train_gpt.py ended with status {status}, see above")
     found = set(out.iterdir()) - before
-    need(len(found) == 1, f"it wrote {len(found)} runs instead of one: it is not a train_gpt.py")
+    require(len(found) == 1, f"it wrote {len(found)} runs instead of one: it is not a train_gpt.py")
     return C.read_run(*found)
 
 
 def confirm(args, run: Run, environment: dict[str, str]):
     """Show the command and its environment, and ask; refuse unless the answer is yes."""
     can_ask = args.yes or (sys.stdin is not None and sys.stdin.isatty())
-    need(can_ask, "reproduce runs a submitted source: read it (diff), then add --yes")
+    require(can_ask, "reproduce runs a submitted source: read it (diff), then add --yes")
     lines = [f"command: {shlex.join(['python', 'train_gpt.py', *run.words])}"]
     for name, value in run.facts["environment"].items():
         is_set = name in environment
@@ -408,7 +408,7 @@ def confirm(args, run: Run, environment: dict[str, str]):
     print("\n".join(map(visible, lines)), file=sys.stderr)
     if not args.yes:
         print("run it? [y/N] ", end="", file=sys.stderr, flush=True)
-        need(sys.stdin.readline().strip().lower() in ("y", "yes"), "not confirmed")
+        require(sys.stdin.readline().strip().lower() in ("y", "yes"), "not confirmed")
 
 
 def recheck(run: Run, checkpoint: Path, *words) -> tuple[float, str]:
@@ -428,7 +428,7 @@ def compute_loss(old: Run, new: Run, data: list[str]) -> tuple[float, str]:
     """
     checkpoint = new.folder / "checkpoints" / str(new.facts["steps"])
     exists = checkpoint.is_dir() and not checkpoint.is_symlink()
-    need(exists, "not reproduced: the run left no checkpoint (is the disk full?)")
+    require(exists, "not reproduced: the run left no checkpoint (is the disk full?)")
     loss, reason = recheck(old, checkpoint, *data)
     if reason:
         return new.loss, reason
@@ -436,7 +436,7 @@ def compute_loss(old: Run, new: Run, data: list[str]) -> tuple[float, str]:
     print(f"seed 0: {found}, the run reports {new.loss:.4f}", flush=True)
     causes = "its source has another model (see diff), or reports a wrong loss"
     differs = f"{found}, the run reports {new.loss:.4f}: {causes}"
-    need(abs(loss - new.loss) <= LOSS_OFF, f"not reproduced: {differs}")
+    require(abs(loss - new.loss) <= LOSS_OFF, f"not reproduced: {differs}")
     return loss, ""
 
 
@@ -451,7 +451,9 @@ def check_mean(record: Record, before: Record | None, losses: list[float]):
     mean = np.mean(losses)
     seeds = f"{len(losses)} of {len(record.runs)} seeds"
     above = f"the mean reproduced loss ({seeds}) is {mean:.4f}, above {limit:.4f}"
-    need(mean <= limit, f"not reproduced: {above}: reproduce more seeds (--runs), if it has more")
+    require(
+        mean <= limit, f"not reproduced: {above}: reproduce more seeds (--runs), if it has more"
+    )
 
 
 def check_reproduced(record: Record, old: Run, new: Run, pinned: dict) -> str:
@@ -460,7 +462,7 @@ def check_reproduced(record: Record, old: Run, new: Run, pinned: dict) -> str:
     Its loss must be where 99% of runs with the recorded mean and deviation are.
     """
     other = "other tokens than the record's (another Python has another demo corpus)"
-    need(new.facts["data"] == old.facts["data"], other)
+    require(new.facts["data"] == old.facts["data"], other)
     free = C.FREE | {"checkpoint_end": ""}
     configs = [run.facts["config"] | free for run in (new, old)]
     C.agree("config of the command, of the record", *configs)
@@ -471,14 +473,14 @@ def check_reproduced(record: Record, old: Run, new: Run, pinned: dict) -> str:
     mean = record.result["mean_loss"]
     reach = scipy.stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
     miss = f"{new.loss:.4f} is not within {reach:.4f} of the recorded mean {mean:.4f}"
-    need(abs(new.loss - mean) <= reach, f"not reproduced: loss {miss}")
+    require(abs(new.loss - mean) <= reach, f"not reproduced: loss {miss}")
     pairs = zip(new.train_losses, old.train_losses, strict=True)
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     digits = "equal to the last digit" if equal is None else f"equal for {equal} steps"
     if equal is None:
         final = f"final loss {new.loss:.7f}, recorded {old.loss:.7f}"
         differs = f"not reproduced: all training losses are equal, but not the {final}"
-        need(abs(new.loss - old.loss) <= SAME_LOSS, differs)
+        require(abs(new.loss - old.loss) <= SAME_LOSS, differs)
     loss = f"loss {new.loss:.4f}, recorded {old.loss:.4f}"
     seconds = f"{new.seconds:.2f} s on {new.hardware}, recorded {old.seconds:.2f} s"
     return f"{loss}; {seconds}; training losses {digits}"
@@ -513,7 +515,7 @@ def reproduce(root: Path, args) -> str:
     pinned = C.read_json(root / "tokens.json")
     record, before = find_record(root, args.record)
     n = len(record.runs)
-    need(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
+    require(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
     first = runs[0]
     need_tools(record.folder, first.source)
@@ -553,7 +555,7 @@ def reproduce(root: Path, args) -> str:
             process = f"its process took {took:.2f} s with programs that were compiled before"
             share = f"{new.seconds / took:.0%} of it"
             print(f"seed 0 again: {process}, it reports {new.seconds:.2f} s of training, {share}")
-            need(new.seconds <= took, f"not reproduced: {process}, so not {new.seconds:.2f} s")
+            require(new.seconds <= took, f"not reproduced: {process}, so not {new.seconds:.2f} s")
     if reason:
         raise Unproven(f"reproduced, but its loss was not computed again: {reason}")
     return "reproduced"
@@ -567,7 +569,7 @@ def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
         if not folder.is_dir():
             return folder.read_bytes(), [*arguments, *own]
         runs = [x for x in (folder, *sorted(folder.glob("*"))) if (x / "metrics.jsonl").is_file()]
-        need(runs, f"{file} has no run: name logs/<run id>, or the folder of a record")
+        require(runs, f"{file} has no run: name logs/<run id>, or the folder of a record")
         run = C.read_run(runs[0])
         need_tools(folder, run.source)
         return run.source, run.words + own
@@ -578,7 +580,7 @@ def compare(root: Path, args) -> str:
 
     Both runs of pair i have seed i. The order alternates too, because a machine may warm up.
     """
-    need(args.runs >= 2, "--runs: at least two pairs are needed for a confidence interval")
+    require(args.runs >= 2, "--runs: at least two pairs are needed for a confidence interval")
     sides = {name: side_of(getattr(args, name), args.arguments) for name in ("base", "cand")}
     ratios, differences = [], []
     print("seed   base s   cand s   ratio   base loss   cand loss   difference", flush=True)

@@ -90,7 +90,7 @@ def draw_run(cfg) -> str:
     tied = np.arange(cfg.steps) <= T.last_tied_step(cfg)
     averaged = np.cumsum(table.hyper.average_rates.any(axis=1)) > 0
     rows = {
-        "next tokens to predict": (GREY, [str(n) for n in (table.hyper.weights > 0).sum(1)]),
+        "next tokens to predict": (GREY, [str(n) for n in (table.hyper.loss_weights > 0).sum(1)]),
         "softmax over": (GREY, [f"{n:,} ids" if n else "all ids" for n in table.candidates]),
         "matrices": (BLUE, [f"every step (ANVIL){words}" for words in momenta]),
         "embedding, head, small": (PURPLE, [f"every {cfg.adam_every} steps (Adam)"] * cfg.steps),
@@ -118,7 +118,7 @@ def draw_model(cfg) -> str:
 
     picture.box(edge(last) + 1, 14, column - 2, 372, PURPLE)
     values, x0, ngrams = (cfg.layers_with(what) for what in ("values", "x0", "ngram"))
-    late = cfg.layers[-1].reads
+    late = cfg.layers[-1].reads_back
     skips = [(i, i - cfg.layers[i].skip) for i in cfg.layers_with("skip")]
     for words, color, y, source, readers, where, to in (  # position in a column, last y
         (f"{len(values)} value tables", PINK, 138, -1, values, 0.28, 176),

@@ -173,7 +173,7 @@ def absent_devices(target: str) -> list:
     options = gpus or tpu_options(target)
     targets = "use a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
     targets += f"(TPUs: {', '.join(SLICES)}; GPUs: {', '.join(GPUS)})"
-    T.need(options, f"unknown hardware {target}: {targets}")
+    T.require(options, f"unknown hardware {target}: {targets}")
     packages = '"jax[tpu]"'
     if gpus:
         packages = f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
@@ -303,7 +303,7 @@ def walk(computations, name: str, times: int = 1):
     """Yield the Instructions that a computation executes, in order. Loops multiply `times`; a
     fusion is one instruction. Raise UserError for a conditional."""
     for one in computations[name].values():
-        T.need(one.op != "conditional", f"{one.name}: conditionals are not supported")
+        T.require(one.op != "conditional", f"{one.name}: conditionals are not supported")
         one = dataclasses.replace(one, times=times)
         yield one
         if one.op == "while":
@@ -766,10 +766,10 @@ def run(argv: list[str] | None) -> int:
         T.tell(f"kernels: {reason}")
         every = {str(key): key for key in T.programs(cfg, mesh, kernels)}
         unknown = {*args.program} - {*every}
-        T.need(not unknown, f"unknown program {', '.join(unknown)}: use {', '.join(every)}")
+        T.require(not unknown, f"unknown program {', '.join(unknown)}: use {', '.join(every)}")
         sizes = T.expected_bytes(cfg, mesh)
         largest = max(sizes, key=sizes.get)
-        refusal = T.too_large(cfg, mesh, largest, sizes[largest], limit)
+        refusal = T.memory_refusal(cfg, mesh, largest, sizes[largest], limit)
         if refusal and not args.program:
             T.tell(f"not compiled: {refusal}")
             return 1
@@ -780,7 +780,7 @@ def run(argv: list[str] | None) -> int:
             row = program_row(cfg, mesh, kernels, every[name], Path(schedules), dump)
             rows.append(row)
             needs = row["bytes"]["peak"] + row["resident_bytes"]
-            refusals.append(T.too_large(cfg, mesh, name, needs, limit))
+            refusals.append(T.memory_refusal(cfg, mesh, name, needs, limit))
     command = shlex.join(["python", *sys.argv] if argv is None else argv)
     kind = devices[0].device_kind
     known = HARDWARE[kind]

@@ -27,7 +27,7 @@ def recorded_config(facts: dict, data: str | None) -> T.Config:
     """Return the config in run.json, with the shards in `data` or in their default folder."""
     fields = {field.name for field in dataclasses.fields(T.Config)}
     other = "its config has other fields than Config in this train_gpt.py"
-    T.need(facts["config"].keys() == fields, other)
+    T.require(facts["config"].keys() == fields, other)
     default = T.PRESETS["tiny"].data if facts["config"]["encoding"] == "bpe" else T.Config.data
     return T.validate(T.typed(T.Config, facts["config"] | {"data": data or default, "start": ""}))
 
@@ -37,11 +37,11 @@ def validation_loss(cfg: T.Config, checkpoint: Path, shards: dict) -> float:
 
     `shards` has the shards in the record's run.json; the validation shard must be the same.
     """
-    T.need(checkpoint.is_dir(), f"there is no {checkpoint}")
+    T.require(checkpoint.is_dir(), f"there is no {checkpoint}")
     folder = T.data_place(cfg.data)
     stream = T.TokenStream(folder, "val", cfg.bos)
     for name, facts in T.shards_until(cfg, stream, cfg.val_tokens).items():
-        T.need(shards.get(name) == facts, f"{folder / name} is not the shard of the record")
+        T.require(shards.get(name) == facts, f"{folder / name} is not the shard of the record")
     saved = T.Saved(checkpoint, cfg, cfg.steps, T.LoaderState(0, ()), {"data": {}})
     model = load(saved)
     cfg, mesh = model.cfg, model.mesh

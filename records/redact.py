@@ -12,7 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
-from checks import RULE, need
+from checks import RULE, require
 
 END = r"(?=[/\s:;,'\"]|$)"  # end of a part of a path
 HOME = rf"/(?:home|Users)/([^/\s:;,'\"]+)|/root{END}"
@@ -89,7 +89,7 @@ def copy_redacted(run_dir: Path, copy: Path) -> tuple[set[str], set[str]]:
     end = RULE.search(log).start()
     source, log = log[:end], log[end:]
     is_original = MARKER not in f"{json.dumps(facts)}{log}"
-    need(
+    require(
         is_original, f"{run_dir.name} has a {MARKER}...> in it: name the original runs, not copies"
     )
     redactor = Redactor(facts, log)

@@ -87,7 +87,7 @@ def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, bat
 
 def next_logits(model: T.Model, x_btd, rows: T.Rows):
     """Return the logits [b, v] of the real tokens at the one target of each row."""
-    at_b = jnp.argmax(rows.aims.targets >= 0, axis=1)
+    at_b = jnp.argmax(rows.targets.ids >= 0, axis=1)
     x_bd = jnp.take_along_axis(x_btd, at_b[:, None, None], axis=1)[:, 0]
     cfg = model.cfg
     z_bv = jnp.matmul(x_bd, model.params["head"].T, preferred_element_type=jnp.float32)
@@ -126,7 +126,7 @@ def summed_losses(model: T.Model, x_btd, rows: T.Rows):
         args = x_td, model.params["head"], targets, weights, model.cfg
         return model.kernels.cross_entropy(*args, *more)[1]
 
-    targets = rows.aims.targets[..., None]
+    targets = rows.targets.ids[..., None]
     weights = (targets >= 0).astype(jnp.float32)
     per_row = x_btd, jnp.maximum(targets, 0), weights
     if model.cfg.pointer_width:
@@ -234,7 +234,7 @@ def questions(path: Path, bos: int, encode: Callable) -> list[tuple[list, int]]:
             form = '{"ctx": TEXT, "endings": [TEXT, ...], "label": NUMBER}'
             raise T.UserError(f"{path}, line {number} is not {form} ({error!r})") from None
         found.append(([(begin + ending, len(ending)) for ending in endings], label))
-    T.need(found, f"{path} has no questions")
+    T.require(found, f"{path} has no questions")
     return found
 
 
@@ -303,11 +303,11 @@ def main(argv=None):
     option("--samples", type=int, default=1, metavar="S", help="number of texts")
     option("--seed", type=int, metavar="N", help="of the random draws; default: the run's")
     args = parser.parse_args(argv)
-    T.need(0 <= args.temperature < math.inf, "--temperature must be a number >= 0")
+    T.require(0 <= args.temperature < math.inf, "--temperature must be a number >= 0")
     counts = args.tokens, args.top_k, args.samples
     positive = all(count is None or count > 0 for count in counts)
-    T.need(positive, "--tokens, --top-k and --samples must be positive")
-    T.need(args.seed is None or args.seed >= 0, "--seed must not be negative")
+    T.require(positive, "--tokens, --top-k and --samples must be positive")
+    T.require(args.seed is None or args.seed >= 0, "--seed must not be negative")
     place = args.run_dir
     best = place / T.BEST
     if T.checkpoint_steps(best):

@@ -104,9 +104,9 @@ def small_config(**changes) -> T.Config:
         layers=(
             T.Layer("short", paired=True, values=True, x0=True, ngram=True),
             T.Layer("long", xsa=True, gated=True),
-            T.Layer(x0=True, ngram=True, mlps=0, skip=1, looks=True),
+            T.Layer(x0=True, ngram=True, mlps=0, skip=1, new_gates=True),
             T.Layer("short", narrow=True, values=True, mlps=2),
-            T.Layer("long", values=True, gated=True, reads=2, mudd=True),
+            T.Layer("long", values=True, gated=True, reads_back=2, mudd=True),
         ),
         width=32,
         heads=4,

@@ -33,7 +33,7 @@ CFG = small_config(
 
 def strip_padding(cfg: T.Config, arrays: dict) -> dict[str, np.ndarray]:
     """Return name -> array without padding."""
-    return {name: np.asarray(x)[: T.param_table(cfg)[name].shape[0]] for name, x in arrays.items()}
+    return {name: np.asarray(x)[: T.param_specs(cfg)[name].shape[0]] for name, x in arrays.items()}
 
 
 cuda_compiler = pytest.mark.skipif(
@@ -84,7 +84,7 @@ def tables_joined(copies: dict) -> dict[str, np.ndarray]:
 def features(model: T.Model, tokens, hashed, slots):
     """Return T.forward for tokens [b, t] with parameters, the n-gram table included."""
     none = np.zeros((len(tokens), 0), np.int32)
-    rows = T.Rows(jnp.pad(tokens, ((0, 0), (0, 1))), hashed, slots, T.Aims(none, none, none))
+    rows = T.Rows(jnp.pad(tokens, ((0, 0), (0, 1))), hashed, slots, T.Targets(none, none, none))
     tables = tables_apart(model.cfg, model.params)
     return T.forward(model, T.look_up(tables, T.table_ids(model.cfg, rows)), rows)
 
@@ -95,7 +95,7 @@ def traced(program: T.Program, mesh):
     return program.traced
 
 
-def padded(shape: tuple, row: T.Param, devices: int) -> tuple:
+def padded(shape: tuple, row: T.ParamSpec, devices: int) -> tuple:
     """Return a shape with padding for this number of devices."""
     return (-(-shape[0] // devices) * devices, *shape[1:]) if row.sharded else shape
 
@@ -104,7 +104,7 @@ def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
     """Return name -> array of a parameter (or a moment), padded and sharded over the mesh."""
 
     def one(name, x):
-        row = T.param_table(cfg)[name]
+        row = T.param_specs(cfg)[name]
         whole = np.zeros(padded(x.shape, row, mesh.size), x.dtype)
         whole.reshape(-1)[: x.size] = x.reshape(-1)
         return T.put(whole, mesh, jax.P(T.AXIS) if row.sharded else jax.P())
@@ -201,8 +201,8 @@ def next_rows(stream: T.TokenStream, cursor: int, stage: T.Stage):
 def val_batch(cfg: T.Config, mesh, known, tokens, step: int):
     """Return the Batch of validation rows, as in T.evaluate."""
     targets = tokens[:, 1:].astype(np.int32)
-    aims = T.Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
-    return T.put_batch(cfg, mesh, step, known, tokens, aims)
+    all_targets = T.Targets(np.empty((len(tokens), 0), np.int32), targets, targets)
+    return T.put_batch(cfg, mesh, step, known, tokens, all_targets)
 
 
 def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list, dict]:

@@ -18,8 +18,8 @@ BRIEF = small_config(
     preset="brief",
     layers=(
         T.Layer("short", narrow=True, values=True, x0=True, ngram=True),
-        T.Layer(skip=1, looks=True),
-        T.Layer("long", values=True, gated=True, reads=1, mudd=True),
+        T.Layer(skip=1, new_gates=True),
+        T.Layer("long", values=True, gated=True, reads_back=1, mudd=True),
     ),
     width=16,
     heads=2,

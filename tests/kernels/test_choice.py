@@ -227,7 +227,7 @@ def test_gradients_of_the_record_can_be_traced_with_all_kernels(number):
     for key, program in T.programs(cfg, mesh, kernels).items():
         if isinstance(key, T.Gradients) and key.number == number:
             grads, *_ = traced(program, mesh).out_info
-            assert grads.keys() == T.param_table(cfg).keys()
+            assert grads.keys() == T.param_specs(cfg).keys()
 
 
 def recording(called: set) -> T.Kernels:
@@ -257,8 +257,8 @@ THREE = replace(
     RECORD,
     layers=(
         T.Layer("short", paired=True, narrow=True, values=True, x0=True, ngram=True),
-        T.Layer("short", xsa=True, looks=True, skip=1),
-        T.Layer("long", values=True, gated=True, reads=2, mudd=True),
+        T.Layer("short", xsa=True, new_gates=True, skip=1),
+        T.Layer("long", values=True, gated=True, reads_back=2, mudd=True),
     ),
     width=256,
     heads=2,

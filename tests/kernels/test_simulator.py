@@ -200,9 +200,9 @@ def test_a_run_has_the_losses_of_the_plain_forms(shards):
     cfg = small_config(
         layers=(
             T.Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-            T.Layer(skip=1, looks=True),
+            T.Layer(skip=1, new_gates=True),
             T.Layer("short", paired=True, values=True, x0=True),
-            T.Layer("long", values=True, gated=True, reads=2, mudd=True),
+            T.Layer("long", values=True, gated=True, reads_back=2, mudd=True),
         ),
         width=256,
         heads=2,

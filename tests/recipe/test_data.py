@@ -233,10 +233,10 @@ def test_batches_follow_the_stages(shards, eight):
         np.testing.assert_array_equal(batch.rows.tokens, rows)
         np.testing.assert_array_equal(batch.rows.hashed, known.hashed_v[rows[:, :-1]])
         count, each = T.schedule(CFG).candidates[step], zip(rows, place.offsets, strict=True)
-        aims = [T.row_aims(row, offset, count, known.prefix_v) for row, offset in each]
-        for r, (own, _) in enumerate(aims):
-            assert_same(jax.tree.map(lambda x, r=r: x[r], batch.rows.aims), own)
-        place = T.LoaderState(cursor, tuple(offset for _, offset in aims))
+        all_targets = [T.row_targets(row, offset, count, known.prefix_v) for row, offset in each]
+        for r, (own, _) in enumerate(all_targets):
+            assert_same(jax.tree.map(lambda x, r=r: x[r], batch.rows.targets), own)
+        place = T.LoaderState(cursor, tuple(offset for _, offset in all_targets))
         assert after == place
 
 

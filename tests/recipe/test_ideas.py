@@ -37,18 +37,18 @@ OWN = {
     "pointer": {"pointer_qk", "pointer_sink", "pointer_gain"},
 }
 # Ideas that change updates or initial values, not gradients.
-UPDATES = {"muon", "zero_start", "momentum", "seldom", "equalize", "cautious", "tied", "o_start"}
+UPDATES = {"muon", "zero_start", "momentum", "seldom", "equalize", "cautious", "tied", "o_init"}
 UPDATES |= {"scalar_betas", "rails", "averages"}
 # Ideas that change the forward pass with the same parameters, also in validation.
-FORWARD = {"squared_relu", "qk_norm", "logit_cap", "still", "key_offset", "paired", "narrow"}
-FORWARD |= {"qk_heads", "xsa", "gated", "x0", "signs", "reads"}
+FORWARD = {"squared_relu", "qk_norm", "logit_cap", "half_rope", "key_offset", "paired", "narrow"}
+FORWARD |= {"qk_heads", "xsa", "gated", "x0", "signs", "reads_back"}
 QUICK = {"ngrams", "mudd", "muon", "xsa", "all"}  # ideas of each kind, and all
 CFG = small_config(
     pointer_width=8,
     layers=(
         T.Layer("short", paired=True, values=True, x0=True, ngram=True),
-        T.Layer(skip=1, looks=True),
-        T.Layer("long", narrow=True, xsa=True, values=True, gated=True, reads=1, mudd=True),
+        T.Layer(skip=1, new_gates=True),
+        T.Layer("long", narrow=True, xsa=True, values=True, gated=True, reads_back=1, mudd=True),
     ),
 )
 
@@ -56,7 +56,7 @@ CFG = small_config(
 def names_of(cfg: T.Config) -> set[str]:
     """Return the names of parameters and kinds of state."""
     state = T.map_state(cfg, lambda *_: 0)
-    return {*T.param_table(cfg), *state}
+    return {*T.param_specs(cfg), *state}
 
 
 @pytest.mark.parametrize("idea", mostly_slow([*T.IDEAS, "all"], QUICK))
@@ -79,7 +79,7 @@ def test_parameters_of_a_disabled_idea_do_not_exist(idea):
             assert out.shape == ()
         else:
             found = out["params"] if kind is T.Update else out
-            assert {*found} == {*T.param_table(cfg)}
+            assert {*found} == {*T.param_specs(cfg)}
         seen += 1
     assert seen
 
@@ -88,11 +88,11 @@ ONE_STAGE = replace(
     BRIEF,
     layers=(
         T.Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-        T.Layer(skip=1, looks=True),
+        T.Layer(skip=1, new_gates=True),
         T.Layer("short", paired=True, values=True, x0=True),
-        T.Layer("long", values=True, gated=True, reads=2, mudd=True),
+        T.Layer("long", values=True, gated=True, reads_back=2, mudd=True),
     ),
-    stages=(replace(BRIEF.stages[0], prefix=(0.2,)),),
+    stages=(replace(BRIEF.stages[0], prefix_weights=(0.2,)),),
     steps=6,
     pointer_width=4,
     checkpoint_every=2,

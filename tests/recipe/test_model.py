@@ -20,7 +20,7 @@ CFG = small_config()
 @functools.cache
 def random_params(cfg: T.Config = CFG) -> dict[str, np.ndarray]:
     """Return parameters without zeros."""
-    rng, table = np.random.default_rng(0), T.param_table(cfg)
+    rng, table = np.random.default_rng(0), T.param_specs(cfg)
     return {name: rng.normal(0, 0.3, row.shape).astype(np.float32) for name, row in table.items()}
 
 
@@ -109,7 +109,7 @@ def test_shared_keys_and_values_equal_a_copy_for_each_head(kv):
     qk = np.concatenate([q.reshape(attentions, 128, 128), k], axis=1)
     vo = np.stack([v, params["vo_bank"]], axis=1).reshape(-1, 128, 128)
     copied = params | {"qk_bank": qk.reshape(-1, 2 * h, 128), "vo_bank": vo}
-    assert T.param_table(few)["v_bank"].shape == (attentions, kv * h, 128)
+    assert T.param_specs(few)["v_bank"].shape == (attentions, kv * h, 128)
     del copied["v_bank"]
     tokens = np.random.default_rng(0).integers(0, 90, (2, 32)).astype(np.int32)
     slots = np.random.default_rng(1).integers(0, 500, (2, 2, 32)).astype(np.int32)

@@ -88,7 +88,8 @@ def test_the_maps_bring_all_singular_values_close_to_1():
 def test_four_steps_of_anvil(shape):
     """Two averages of the gradient, neurons with equal norms, and cautious weight decay. A zero
     gradient leaves averages and moments unchanged, without NaN."""
-    row = T.Param(shape, None, "anvil", "anvil", 0.3, 2.0, scale=tuple(range(1, 1 + shape[0])))
+    lr_factors = tuple(range(1, 1 + shape[0]))
+    row = T.ParamSpec(shape, None, "anvil", "anvil", 0.3, 2.0, lr_factors=lr_factors)
     param = matrices(*shape, seed=9).astype(np.float64)
     exact = [param, np.zeros(shape), np.zeros(shape), np.zeros((shape[0], max(shape[1:])))]
     state = [jnp.asarray(x, jnp.float32) for x in exact]

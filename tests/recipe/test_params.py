@@ -20,7 +20,7 @@ BANKS = {"qk_bank", "vo_bank", "mlp_bank"}
 def test_numbers_and_flops_of_the_record():
     """A token costs 6 per weight of a matmul: q and k (half as wide in five of seven layers), v and
     o (half as wide in two), eleven MLPs, and the candidates' rows of the head. Tables are free."""
-    counts = {name: math.prod(row.shape) for name, row in T.param_table(RECORD).items()}
+    counts = {name: math.prod(row.shape) for name, row in T.param_specs(RECORD).items()}
     assert sum(counts.values()) == 32_783_613_427
     assert counts.pop("head") == counts.pop("embed") == 50_304 * 768
     assert counts.pop("value_tables") == 4 * 50_304 * 768
@@ -42,14 +42,14 @@ def test_shapes_follow_the_layers():
     cfg = small_config(
         layers=(
             T.Layer("short", values=True, xsa=True, ngram=True, mlps=3),
-            T.Layer("short", paired=True, x0=True, skip=1, looks=True),
+            T.Layer("short", paired=True, x0=True, skip=1, new_gates=True),
             T.Layer(mlps=0),
-            T.Layer("long", values=True, gated=True, ngram=True, reads=1, mudd=True),
+            T.Layer("long", values=True, gated=True, ngram=True, reads_back=1, mudd=True),
         ),
         vocab=101,
         ngram_rows=522,
     )
-    table = T.param_table(cfg)
+    table = T.param_specs(cfg)
     assert {name: row.shape for name, row in table.items()} == {
         "head": (101, 32),
         "embed": (101, 32),
@@ -67,13 +67,13 @@ def test_shapes_follow_the_layers():
         **{"gate_w2": (2, 7, 8), "gate_b2": (2, 7)},
         **dict.fromkeys(("mudd_w1", "gate_w1"), (2, 8, 32)),
     }
-    assert table["mlp_bank"].scale == (2, 4) * 5
+    assert table["mlp_bank"].lr_factors == (2, 4) * 5
 
 
 def test_learning_rates_and_weight_decay_of_the_config_are_used():
     changes = {"lr_anvil": 0.046, "decay_anvil": 6.75, "lr_adam": 0.016, "decay_adam": 0.015}
-    other = T.param_table(small_config(**changes))
-    for name, row in T.param_table(small_config()).items():
+    other = T.param_specs(small_config(**changes))
+    for name, row in T.param_specs(small_config()).items():
         assert other[name].lr == pytest.approx(2 * row.lr, rel=1e-12), name
         assert other[name].decay == pytest.approx(3 * row.decay, rel=1e-12), name
 
@@ -93,7 +93,7 @@ def start(devices: int):
 def test_kinds_of_state():
     """Adam has two moments, the n-gram table a mean square per row, and ANVIL two averages and mean
     squares of neurons. Parameters that are averaged at the end have averages."""
-    table = T.param_table(WIDE)
+    table = T.param_specs(WIDE)
     want = {"params": {name: row.shape for name, row in table.items()}}
     for kind, names in (
         *((kind, table.keys() - BANKS - {"ngram_table"}) for kind in ("first", "second")),
@@ -112,7 +112,7 @@ def test_kinds_of_state():
 
 def test_the_state_is_sharded_evenly_with_zeros_as_padding():
     """Tables and banks are sharded, small parameters replicated. The abstract state is the same."""
-    table, abstract = T.param_table(WIDE), T.abstract_state(WIDE, mesh_of(8))
+    table, abstract = T.param_specs(WIDE), T.abstract_state(WIDE, mesh_of(8))
     for kind, arrays in start(8)(7).items():
         for name, array in arrays.items():
             rows, sharded = table[name].shape[0], name in TABLES | BANKS
@@ -195,8 +195,8 @@ def test_the_seed_decides_every_random_value_and_nothing_else(params):
 
 def test_initial_values_do_not_depend_on_other_parameters(monkeypatch, params):
     """Each parameter has a key from its name. Here it is the only one, and not compiled."""
-    full = T.param_table(WIDE)
-    monkeypatch.setattr(T, "param_table", lambda cfg: {"mlp_bank": full["mlp_bank"]})
+    full = T.param_specs(WIDE)
+    monkeypatch.setattr(T, "param_specs", lambda cfg: {"mlp_bank": full["mlp_bank"]})
     alone = T.init_state(WIDE, 7)["params"]["mlp_bank"]
     np.testing.assert_allclose(alone, params["mlp_bank"], rtol=3e-7, atol=1e-8)
 

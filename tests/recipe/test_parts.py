@@ -63,7 +63,6 @@ LATER = {
     "keeps_logits_narrow": {"PLAIN", "choose_kernels"},
     "load_state": {"abstract_state"},
     "sizes_chosen": {"PLAIN", "loss_tokens"},
-    "warn_of_rows": {"PLAIN", "SCORE_BYTES", "band_block"},
     "run_facts": {"compiler_options"},
 }
 
@@ -126,7 +125,7 @@ HOOKS = {
     "batch_loss": {"with_pointer"},
     "add_losses": {"mix_pointed"},
     "anvil": {"as_large", "equalize", "two_rails"},
-    "param_table": {"with_ideas"},
+    "param_specs": {"with_ideas"},
     "init_state": {"tie"},
     "grads_step": {"dropped_ngrams", "send_to_owners"},
     "gathered_model": {"fetch_requests"},
@@ -137,7 +136,7 @@ HOOKS = {
     "updates_due": {"table_updates"},
     "hyper_of_steps": {"hyper_of_ideas"},
     "train_batches": {"vocabulary"},
-    "next_batch": {"batch_aims"},
+    "next_batch": {"batch_targets"},
     "put_batch": {"hashed_rows"},
 }
 

@@ -48,7 +48,7 @@ def golden_parameters() -> dict[str, np.ndarray]:
     return own | {"hidden": hidden, "head": head.T}
 
 
-def golden_aims(case: str) -> T.Aims:
+def golden_aims(case: str) -> T.Targets:
     """Return targets and prefixes of the row, as ids or as indices of the given candidates."""
     targets = GOLDEN["tokens"][1:]
     prefixes = arrays("model")["prefix_table"][targets]
@@ -57,18 +57,18 @@ def golden_aims(case: str) -> T.Aims:
         place = np.full(ABOUT["vocab"] + 1, -1, np.int32)
         place[ids] = np.arange(ids.size)
         targets, prefixes = place[targets], place[prefixes]
-    return T.Aims(*(jnp.asarray(x, jnp.int32)[None] for x in (ids, targets, prefixes)))
+    return T.Targets(*(jnp.asarray(x, jnp.int32)[None] for x in (ids, targets, prefixes)))
 
 
 @functools.cache
 def golden_outcome(case: str, loss: str):
     """Return (intermediate results, gradients) of T.batch_loss on given hidden states."""
-    cfg, params, aims = golden_config(), golden_parameters(), golden_aims(case)
+    cfg, params, all_targets = golden_config(), golden_parameters(), golden_aims(case)
     weights, prefix = WEIGHTS[case]
     stage, hyper = None, T.hyper_at(cfg, 0)
     if case != "eval":
         stage = T.Stage(1.0, T_ROW, T_ROW, 0, (8, 32), 1.0, weights, weights, (prefix,))
-        hyper = hyper._replace(weights=np.float32(weights), prefix=np.float32(prefix))
+        hyper = hyper._replace(loss_weights=np.float32(weights), prefix_weight=np.float32(prefix))
     masked = None
     if case == "eval":  # upstream sets logits of impossible next tokens to -60
         rng = np.random.default_rng(ABOUT["seed"] * 1000 + 971)
@@ -77,7 +77,7 @@ def golden_outcome(case: str, loss: str):
         rare[inputs, targets] = False
         rare[:, ABOUT["copy_id"]] = False
         masked = rare[inputs]
-    rows = T.Rows(jnp.asarray(GOLDEN["tokens"][None]), None, None, aims)
+    rows = T.Rows(jnp.asarray(GOLDEN["tokens"][None]), None, None, all_targets)
     segments = np.repeat(np.arange(1, 4), ABOUT["segment_lengths"])[None].astype(np.int32)
 
     def run(params):
@@ -95,7 +95,9 @@ def golden_outcome(case: str, loss: str):
             seen["alpha"] = jnp.exp(-losses[:, -1])
             return LOSSES[loss](x, head, targets, weights, cfg, pointed)
 
-        found = {"head": params["head"][aims.candidates]} if aims.candidates.size else {}
+        found = (
+            {"head": params["head"][all_targets.candidates]} if all_targets.candidates.size else {}
+        )
         model = T.Model({}, cfg, T.PLAIN._replace(cross_entropy=telling), stage, hyper, None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(T, "segment_ids", lambda *_: jnp.asarray(segments))
@@ -168,7 +170,7 @@ def inputs(t: int, b: int = 2):
 
 def rows_of(tokens, ids=()) -> T.Rows:
     ids = np.broadcast_to(np.array(ids, np.int32), (len(tokens), len(ids)))
-    return T.Rows(tokens, None, None, T.Aims(ids, *(tokens[:, 1:].astype(np.int32),) * 2))
+    return T.Rows(tokens, None, None, T.Targets(ids, *(tokens[:, 1:].astype(np.int32),) * 2))
 
 
 @pytest.mark.parametrize("documents", [True, False])
@@ -182,7 +184,7 @@ def test_shares_against_float64(t, trains, documents):
     tokens, x, params = inputs(t)
     reach = cfg.pointer_reach[not trains]
     model = T.Model(params, cfg, T.PLAIN, stage, T.hyper_at(cfg, 0), None)
-    got = quick(lambda x: T.pointer_chances(model, rows_of(tokens), x), x)
+    got = quick(lambda x: T.pointer_probs(model, rows_of(tokens), x), x)
     want = [exact_shares(cfg, params, *row, reach, cap) for row in zip(x, tokens, strict=True)]
     assert np.mean(np.array(want)[..., 0] > 0) > 0.2 or t == 5
     np.testing.assert_allclose(got, want, atol=2e-6)
@@ -194,7 +196,7 @@ def test_queries_in_parts_have_the_same_results(at_once, monkeypatch):
     model = T.Model(params, CFG, T.PLAIN, None, T.hyper_at(CFG, 0), None)
 
     def run(x):
-        shares = T.pointer_chances(model, rows_of(tokens), x)
+        shares = T.pointer_probs(model, rows_of(tokens), x)
         return jnp.sum(shares * jnp.arange(128.0).reshape(64, 2)[None]), shares
 
     want = quick(jax.value_and_grad(run, has_aux=True), x)
@@ -210,11 +212,11 @@ def test_the_mixture_against_float64(loss, ids):
     """In validation. The softmax is over all ids or over candidates, `<copy>` (97) included. The
     probabilities of all tokens sum to one."""
     tokens, x, params = inputs(64)
-    found = {"head": params["head"][rows_of(tokens, ids).aims.candidates]} if ids else {}
+    found = {"head": params["head"][rows_of(tokens, ids).targets.candidates]} if ids else {}
     place = {number: i for i, number in enumerate(ids or range(CFG.vocab))}
     rows = rows_of(tokens, ids)
     at = np.vectorize(place.get)(tokens[:, 1:]).astype(np.int32)
-    rows = rows._replace(aims=T.Aims(rows.aims.candidates, at, at))
+    rows = rows._replace(targets=T.Targets(rows.targets.candidates, at, at))
     model = T.Model(
         {}, CFG, T.PLAIN._replace(cross_entropy=LOSSES[loss]), None, T.hyper_at(CFG, 0), None
     )
@@ -328,21 +330,21 @@ def test_candidates_include_the_id_of_copies():
     """Their number stays, and the walk through the vocabulary is correct."""
     row = np.arange(20).astype(np.uint16)
     prefix_v = np.full(104, -1, np.int32)
-    aims, offset = T.row_aims(row, 3, 48, prefix_v, [97])
-    assert 97 in aims.candidates and len(aims.candidates) == 48
-    np.testing.assert_array_equal(aims.candidates[aims.targets], row[1:])
-    without, before = T.row_aims(row, 3, 48, prefix_v)
-    assert len({*without.candidates} - {*aims.candidates}) <= 1 and before >= offset
+    all_targets, offset = T.row_targets(row, 3, 48, prefix_v, [97])
+    assert 97 in all_targets.candidates and len(all_targets.candidates) == 48
+    np.testing.assert_array_equal(all_targets.candidates[all_targets.ids], row[1:])
+    without, before = T.row_targets(row, 3, 48, prefix_v)
+    assert len({*without.candidates} - {*all_targets.candidates}) <= 1 and before >= offset
     with pytest.raises(T.UserError, match="20 different targets, more than its 19"):
-        T.row_aims(row, 3, 19, prefix_v, [97])
-    assert len(T.row_aims(row, 3, 19, prefix_v)[0].candidates) == 19
+        T.row_targets(row, 3, 19, prefix_v, [97])
+    assert len(T.row_targets(row, 3, 19, prefix_v)[0].candidates) == 19
 
 
 def test_the_id_of_copies_is_the_first_unused_id():
     row = np.arange(20).astype(np.uint16)
-    aims, _ = T.row_aims(row, 3, 48, np.full(70000, -1, np.int32), [65536])
-    assert aims.candidates[-1] == 65536
-    np.testing.assert_array_equal(aims.candidates[aims.targets], row[1:])
+    all_targets, _ = T.row_targets(row, 3, 48, np.full(70000, -1, np.int32), [65536])
+    assert all_targets.candidates[-1] == 65536
+    np.testing.assert_array_equal(all_targets.candidates[all_targets.ids], row[1:])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -384,8 +386,8 @@ def test_the_preset_is_the_record_with_fewer_steps():
     assert replace(cfg, **changes) == record
     each = (T.flops_per_token(x, 0) for x in (cfg, record))
     assert next(each) - next(each) == 6 * 768 * 2 * 128
-    table = T.param_table(cfg)
-    own = {name: row for name, row in table.items() if name not in T.param_table(record)}
+    table = T.param_specs(cfg)
+    own = {name: row for name, row in table.items() if name not in T.param_specs(record)}
     assert sum(np.prod(row.shape) for row in own.values()) == 196_737  # the number of its authors
     assert {row.betas for row in own.values()} == {(0.9, 0.99)}
     assert {row.lr for row in own.values()} == {cfg.lr_adam}
@@ -400,7 +402,7 @@ RUN = replace(
     pointer_width=4,
     pointer_reach=(16, 16),
     steps=6,
-    stages=(replace(BRIEF.stages[0], prefix=(0.2,)),),
+    stages=(replace(BRIEF.stages[0], prefix_weights=(0.2,)),),
     checkpoint_every=2,
 )
 

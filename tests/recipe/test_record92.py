@@ -164,7 +164,7 @@ def ours(cfg: T.Config, theirs: dict) -> dict[str, np.ndarray]:
     }
     for name in ("mudd_w2", "mudd_b2"):
         changed[name] = np.stack([theirs[name][0], theirs[name][1][LANES]])
-    return {name: changed.get(name, theirs.get(name)) for name in T.param_table(cfg)}
+    return {name: changed.get(name, theirs.get(name)) for name in T.param_specs(cfg)}
 
 
 def back(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
@@ -235,7 +235,7 @@ def case_parts(name: str) -> SimpleNamespace:
     c.hyper = T.hyper_at(c.cfg, c.cfg.boundaries[c.stage])
     prefix_v = arrays("model")["prefix_table"]
     walk = c.walk_before if c.candidates else 0
-    c.aims, c.walk = T.row_aims(c.tokens, walk, c.candidates, prefix_v)
+    c.targets, c.walk = T.row_targets(c.tokens, walk, c.candidates, prefix_v)
     about = facts("model")["signs"]
     signs = np.sign(draw(about["seed"], (about["rows"], c.cfg.width))).astype(np.int8)
     assert signs[0, :16].tolist() == about["first_row_small"] or c.config == "full"
@@ -298,17 +298,21 @@ def outcome(name: str):
     """Return (weighted sum of losses, intermediate results, gradients or None) of a case."""
     c = case_parts(name)
     cfg, hyper = c.cfg, c.hyper
-    inputs, aims = jnp.asarray(c.tokens[None, :-1]), T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
+    inputs, all_targets = (
+        jnp.asarray(c.tokens[None, :-1]),
+        T.Targets(*(jnp.asarray(x)[None] for x in c.targets)),
+    )
     places = T.spread(T.ngram_hashes(inputs, cfg.ngram_rows), cfg.ngram_rows)
     validates = c.mode == "eval"
     tokens = c.tokens[None].astype(np.int32)
-    rows = T.Rows(jnp.asarray(tokens), inputs, places.swapaxes(0, 1), aims)
+    rows = T.Rows(jnp.asarray(tokens), inputs, places.swapaxes(0, 1), all_targets)
     stage = None
     if not validates:  # a batch of one row
-        own = {"weights": tuple(c.mtp), "prefix": (c.prefix_weight or 0.0,)}
+        own = {"loss_weights": tuple(c.mtp), "prefix_weights": (c.prefix_weight or 0.0,)}
         stage = replace(cfg.stages[c.stage], batch_tokens=c.row_tokens, row_tokens=c.row_tokens)
         stage = replace(stage, **own)
-        hyper = hyper._replace(weights=np.float32(c.mtp), prefix=np.float32(own["prefix"][0]))
+        prefix = np.float32(own["prefix_weights"][0])
+        hyper = hyper._replace(loss_weights=np.float32(c.mtp), prefix_weight=prefix)
 
     def loss(params):
         seen = {}
@@ -354,7 +358,7 @@ def test_inputs(name):
     np.testing.assert_allclose(c.hyper.scales, c.attn_scale, rtol=3e-7)
     if c.candidates:
         assert (c.rank * c.cfg.vocab // 8, c.walk) == (c.walk_before, c.walk_after)
-        for got, key in zip(c.aims, ("candidates", "target_pos", "prefix_pos"), strict=False):
+        for got, key in zip(c.targets, ("candidates", "target_pos", "prefix_pos"), strict=False):
             np.testing.assert_array_equal(got, golden[key])
 
 
@@ -399,7 +403,7 @@ def test_loss_of_every_token(name):
     check("loss_per_token", seen["loss_per_token"][0], golden["loss_per_token"], limit)
     assert float(total) == pytest.approx(c.loss_sum_float64, rel=1e-6)
     head = parameters(c)["head"]
-    head = head[:, c.aims.candidates] if c.candidates else head
+    head = head[:, c.targets.candidates] if c.candidates else head
     capped = np.asarray(T.cap_logits(seen["final"][0].reshape(c.row_tokens, -1) @ head, c.cfg))
     if c.mode == "train":
         check("lse", np.log(np.sum(np.exp(capped), axis=1)), golden["lse"], limit)
@@ -430,7 +434,7 @@ def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
     n, found = mesh.size, {}
     stage = stage_at(cfg, step)
     for name, x in grads.items():
-        row = T.param_table(cfg)[name]
+        row = T.param_specs(cfg)[name]
         shape = padded(x.shape, row, n)
         if row.optimizer == "anvil":
             found[name] = lay(cfg, {name: x}, mesh)[name]
@@ -604,7 +608,7 @@ def test_averages_of_the_last_weights():
     """On weights by a formula for each step, with the last program of a run."""
     golden, cfg = arrays("tail"), with_dead(config("tiny"))
     shapes = {row["name"]: row for row in SHAPES["tiny"]}
-    table, first = T.param_table(cfg), facts("tail")["first_step"]
+    table, first = T.param_specs(cfg), facts("tail")["first_step"]
     numbers = {name: k for k, name in enumerate(shapes)}
 
     def drawn(base: int, name: str):
@@ -704,12 +708,16 @@ def test_training_steps(double, scenario, devices):
             tokens[r] = rng.integers(0, 999, tokens.shape[1])
             tokens[r, np.cumsum([0, *lengths[:-1]])] = 999
         each = zip(tokens, offsets, strict=True)
-        aims, offsets = zip(*(T.row_aims(row, o, count, prefix_v) for row, o in each), strict=True)
-        digests = [sha256(x.candidates) for x in aims if count]
+        all_targets, offsets = zip(
+            *(T.row_targets(row, o, count, prefix_v) for row, o in each), strict=True
+        )
+        digests = [sha256(x.candidates) for x in all_targets if count]
         assert (count, digests) == (fact["candidates"], about["sha256_of_candidates_int32"][at])
-        aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
+        all_targets = T.Targets(*(np.stack(x) for x in zip(*all_targets, strict=True)))
         wanted, places = T.request(cfg, tokens[:, :-1], devices, devices)
-        grads, loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)
+        grads, loss = run.gradients(
+            step, T.Rows(tokens, tokens[:, :-1], places, all_targets), wanted
+        )
         assert loss == pytest.approx(sum(exact["row_loss_sums_float64"][at]), rel=1e-11), step
         run.update(step, grads)
         for name, x in back(cfg, strip_padding(cfg, run.state["params"])).items():
@@ -754,12 +762,12 @@ def test_schedule_of_every_step():
         "doc_cap": [stage.doc_cap for stage in stages],
         "adam_steps": adam,
         "event_steps": events,
-        "mtp_count": [len(stage.weights) for stage in stages],
+        "mtp_count": [len(stage.loss_weights) for stage in stages],
         "candidates": table.candidates,
     }
     for name, column in exact.items():
         np.testing.assert_array_equal(golden[name], column, err_msg=name)
-    hyper, parameters = T.Hyper(*map(np.float32, table.hyper)), T.param_table(cfg)
+    hyper, parameters = T.Hyper(*map(np.float32, table.hyper)), T.param_specs(cfg)
     summed = np.where(np.arange(cfg.steps) < cfg.table_change, *np.float32(cfg.table_every))
     tables = (parameters[name] for name in ("value_tables", "ngram_table"))
     each = (T.adam_rates(cfg, row, hyper, summed) for row in tables)
@@ -771,8 +779,8 @@ def test_schedule_of_every_step():
         "fast_weight": hyper.fast_weight,
         "scale_narrow": hyper.scales[:, 0],
         "scale_wide": hyper.scales[:, 1],
-        "mtp_weights": hyper.weights,
-        "prefix_weight": hyper.prefix,
+        "mtp_weights": hyper.loss_weights,
+        "prefix_weight": hyper.prefix_weight,
         "value_beta1": value_betas[0],
         "value_beta2": value_betas[1],
         "value_wd_mul": value_decay / cfg.decay_adam,

@@ -174,26 +174,28 @@ def test_requests_of_the_largest_batch():
 def test_candidates(golden, batches, step):
     """The candidates of each row, and the places of targets and prefixes in them."""
     rows, _, place, after = batches[step]
-    about, arrays, aims = META["steps"][step], golden.arrays, rows.aims
+    about, arrays, all_targets = META["steps"][step], golden.arrays, rows.targets
     count, tokens = META["plan"][step]["candidates"], rows.tokens
-    assert not np.any(aims.candidates[:, count:])  # padding for steps with more candidates
-    aims = aims._replace(candidates=aims.candidates[:, :count])
-    assert aims.candidates.shape == (8, count) and {x.dtype for x in aims} == {np.dtype("i4")}
+    assert not np.any(all_targets.candidates[:, count:])  # padding for steps with more candidates
+    all_targets = all_targets._replace(candidates=all_targets.candidates[:, :count])
+    assert all_targets.candidates.shape == (8, count) and {x.dtype for x in all_targets} == {
+        np.dtype("i4")
+    }
     if not count:
-        np.testing.assert_array_equal(aims.targets, tokens[:, 1:])
-        np.testing.assert_array_equal(aims.prefixes, golden.known.prefix_v[tokens[:, 1:]])
+        np.testing.assert_array_equal(all_targets.ids, tokens[:, 1:])
+        np.testing.assert_array_equal(all_targets.prefixes, golden.known.prefix_v[tokens[:, 1:]])
         assert place.offsets == after.offsets
         return
     assert list(place.offsets) == about["walk_before"]
     assert list(after.offsets) == about["walk_after"]
-    assert [sha256(x) for x in aims.candidates] == about["sha256_of_candidates_int32"]
-    assert sha256(aims.targets) == about["sha256_of_target_pos_int32"]
+    assert [sha256(x) for x in all_targets.candidates] == about["sha256_of_candidates_int32"]
+    assert sha256(all_targets.ids) == about["sha256_of_target_pos_int32"]
     assert [len(np.unique(row[1:])) for row in tokens] == about["distinct_targets"]
-    stored = {"candidates": aims.candidates, "target_pos": aims.targets}
+    stored = {"candidates": all_targets.candidates, "target_pos": all_targets.ids}
     if gpt2():
-        assert sha256(aims.prefixes) == about["sha256_of_prefix_pos_int32"]
-        assert np.sum(aims.prefixes >= 0, axis=1).tolist() == about["prefix_targets_found"]
-        stored["prefix_pos"] = aims.prefixes
+        assert sha256(all_targets.prefixes) == about["sha256_of_prefix_pos_int32"]
+        assert np.sum(all_targets.prefixes >= 0, axis=1).tolist() == about["prefix_targets_found"]
+        stored["prefix_pos"] = all_targets.prefixes
     for name, x in stored.items():
         for rank in (0, 7):
             if f"step{step}/{name}_rank{rank}" in arrays:

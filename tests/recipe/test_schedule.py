@@ -28,7 +28,7 @@ def test_every_gradient_of_a_preset_is_used_in_one_update(preset):
     assert (
         cfg.tokens_after(cfg.steps) == tokens and cfg.tokens_after(1) == cfg.stages[0].batch_tokens
     )
-    last = dict.fromkeys(T.param_table(cfg), -1)  # parameter -> step of its last update
+    last = dict.fromkeys(T.param_specs(cfg), -1)  # parameter -> step of its last update
     for step in range(cfg.steps):
         gradients, *updates = table.programs[step]
         assert gradients[1:] == (table.stage[step], table.candidates[step])
@@ -78,19 +78,23 @@ def test_momentum_of_a_short_run_is_the_minimum_of_warmup_and_cooldown():
 
 
 def test_weights_of_a_single_target_are_used():
-    stage = T.Stage(1.0, 64, 8, 0, (2, 4), weights=(0.5,), weights_end=(0.25,))
+    stage = T.Stage(1.0, 64, 8, 0, (2, 4), loss_weights=(0.5,), loss_weights_end=(0.25,))
     cfg = small_config(steps=4, extension=0, stages=(stage,))
-    np.testing.assert_allclose(T.schedule(cfg).hyper.weights[:, 0], [0.5, 0.4375, 0.375, 0.3125])
+    np.testing.assert_allclose(
+        T.schedule(cfg).hyper.loss_weights[:, 0], [0.5, 0.4375, 0.375, 0.3125]
+    )
 
 
 def test_entries_of_a_stage_have_equal_parts_and_loss_weights_change_linearly():
     """With more entries than steps some are unused. Weights may rise, too."""
-    entries = {"prefix": (1.0, 2.0, 3.0, 4.0, 5.0), "candidates": (0, 40)}
+    entries = {"prefix_weights": (1.0, 2.0, 3.0, 4.0, 5.0), "candidates": (0, 40)}
     stage = T.Stage(1.0, 256, 32, 0, (8, 32), 1.0, (1.0, 0.0), (2.5, 0.75), **entries)
     table = T.schedule(small_config(steps=3, extension=0, stages=(stage,)))
-    assert table.hyper.prefix.tolist() == [1.0, 2.0, 4.0]
+    assert table.hyper.prefix_weight.tolist() == [1.0, 2.0, 4.0]
     assert table.candidates.tolist() == [0, 0, 40]
-    np.testing.assert_allclose(table.hyper.weights, [[1, 0], [1.5, 0.25], [2, 0.5]], rtol=1e-12)
+    np.testing.assert_allclose(
+        table.hyper.loss_weights, [[1, 0], [1.5, 0.25], [2, 0.5]], rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ CFG = replace(
     recompute=True,
 )
 DEVICES = 4
-TABLE = T.param_table(CFG)
+TABLE = T.param_specs(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
 BANKS = {name for name, row in TABLE.items() if row.optimizer == "anvil"}
 KERNELS, _ = T.choose_kernels(CFG, jax.devices()[0])
@@ -126,10 +126,14 @@ def test_gradients_of_micro_batches_on_devices_equal_the_full_batch(shards):
     rows, batch = batch_of(cfg, 0, mesh, shards, weights=weights)
     model = model_on(cfg, params, mesh)
     got, loss, _ = programs_of(cfg, DEVICES)["grads0"](*model, batch)
-    inputs, targets, aims = rows.tokens[:, :-1], rows.tokens[:, 1:].astype(np.int32), rows.aims
+    inputs, targets, all_targets = (
+        rows.tokens[:, :-1],
+        rows.tokens[:, 1:].astype(np.int32),
+        rows.targets,
+    )
     places = T.spread(T.ngram_hashes(rows.hashed, cfg.ngram_rows), cfg.ngram_rows)
-    prefixes = np.take_along_axis(aims.candidates, np.maximum(aims.prefixes, 0), 1)
-    has_prefix, signs = aims.prefixes >= 0, jnp.asarray(np.asarray(model[0]["signs"]))
+    prefixes = np.take_along_axis(all_targets.candidates, np.maximum(all_targets.prefixes, 0), 1)
+    has_prefix, signs = all_targets.prefixes >= 0, jnp.asarray(np.asarray(model[0]["signs"]))
     assert 0.1 < has_prefix.mean() < 0.8
 
     def losses(params):
@@ -137,7 +141,7 @@ def test_gradients_of_micro_batches_on_devices_equal_the_full_batch(shards):
         model = T.Model(params, plain, T.PLAIN, cfg.stages[0], T.hyper_at(cfg, 0), signs)
         x = features(model, inputs, rows.hashed, places.swapaxes(0, 1))
         capped = T.cap_logits(x @ params["head"].T, cfg)
-        among = jnp.take_along_axis(capped, aims.candidates[:, None], 2)
+        among = jnp.take_along_axis(capped, all_targets.candidates[:, None], 2)
         total = jnp.log(jnp.sum(jnp.exp(among), axis=2))
 
         def ahead(ids, k=0):
@@ -381,7 +385,7 @@ def test_programs_of_the_record_on_eight_devices():
     assert sorted(found) == sorted([*names, *updates, "finish"])
     for name, (t, candidates) in zip(names, shapes, strict=True):
         _, table, (rows, wanted, _) = found[name].args
-        assert rows.tokens.shape == (8, t + 1) and rows.aims.candidates.shape == (8, candidates)
+        assert rows.tokens.shape == (8, t + 1) and rows.targets.candidates.shape == (8, candidates)
         assert wanted.shape == (8, 8, T.capacity(8 * t, 8))
         assert {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))} == {P(T.AXIS)}
 
@@ -506,7 +510,7 @@ def part_one(tmp_path_factory, shards):
         return lax.psum_scatter(total.astype(dtype), T.AXIS, tiled=True)
 
     assert not alone & {name for names in LATER.values() for name in names}
-    checks = "check_memory", "memory_limit", "warn_of_rows", "warm_up", "demonstrate"
+    checks = "check_memory", "memory_limit", "warm_up", "demonstrate"
     checks += "signal_handlers", "set_handlers"
     stand_ins = dict.fromkeys(checks, lambda *_: None) | {
         "check_tokens": lambda *_: {"small_train.bin": {}},
@@ -520,7 +524,7 @@ def part_one(tmp_path_factory, shards):
         "reduce_scatter": reduce_scatter,
         "compiler_options": lambda *_: {},
         "with_whole_loss": lambda cfg, *_: cfg,
-        "from_all": lambda numbers: [numbers],
+        "from_processes": lambda numbers: [numbers],
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},
         "ask_to_stop": lambda say: lambda step: 0,  # never

@@ -61,11 +61,11 @@ def write(folder, step: int, found: dict, devices: int = 8):
 
 @contextlib.contextmanager
 def as_process(number: int, numbers=None):
-    """Inside, this is one of two processes, and from_all returns `numbers`."""
+    """Inside, this is one of two processes, and from_processes returns `numbers`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "process_index", lambda: number)
         patch.setattr(jax, "process_count", lambda: 2)
-        patch.setattr(T, "from_all", lambda own: numbers or [own, own])
+        patch.setattr(T, "from_processes", lambda own: numbers or [own, own])
         yield
 
 

@@ -294,7 +294,8 @@ def test_show_of_the_speedrun_is_the_record(main):
         "val_windows = (768, 2560)",
         "table_every = (2, 4)",
         "layers.8 = Layer(attends='short', paired=False, narrow=True, values=True, xsa=False, "
-        "gated=False, x0=False, ngram=False, skip=0, reads=0, looks=False, mudd=False, mlps=2)",
+        "gated=False, x0=False, ngram=False, skip=0, reads_back=0, new_gates=False, "
+        "mudd=False, mlps=2)",
         "head (50304, 768) 38,633,472 adam lr 0.008 decay 0.75 betas (0.5, 0.95)",
         "value_tables (201216, 768) 154,533,888 tables lr 0.56 decay 0.025 betas (0.75, 0.95)",
         "ngram_table (42301440, 768) 32,487,505,920 tables lr 0.56 decay 0.025 betas (0, 0.95)",

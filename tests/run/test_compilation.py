@@ -163,7 +163,7 @@ def test_a_program_that_does_not_fit_once_compiled_is_refused(monkeypatch):
     line, made = compiled_with(monkeypatch, RECORD, 1, 80 * GIB, peak=75 * GIB)
     assert made and re.search(r" GiB of the 80.0 GiB of .*: add --set ngram_rows=\d+, ", line)
     cfg, mesh = replace(RECORD, whole_loss="always"), FakeMesh(fake_devices(*["H100:28"] * 8))
-    line = T.too_large(cfg, mesh, "grads3", 27.9 * GIB, 28 * GIB)
+    line = T.memory_refusal(cfg, mesh, "grads3", 27.9 * GIB, 28 * GIB)
     assert line.endswith("add --set whole_loss=never, or use more devices")
 
 

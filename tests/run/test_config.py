@@ -104,12 +104,11 @@ def test_set_replaces_one_field_and_keeps_its_type(item, value):
 BAD_SETTINGS = {
     # unknown keys, and values of another type
     "layerz=3": "--set layerz=3: unknown key 'layerz'; similar: layers; --show prints all",
-    "stages.*.widows=2,3": "unknown key 'stages.*.widows'; similar: stages.N.windows, ",
+    "stages.*.widows=2,3": "unknown key 'stages.*.widows'; similar: stages.N.windows; ",
     "layers.0.skips=1": "unknown key 'layers.0.skips'; similar: layers.N.skip, ",
     "lr=1": "unknown key 'lr'; similar: lr_anvil, lr_adam; --show",
     "windows=2,3": "unknown key 'windows'; similar: val_windows, stages.N.windows; --show",
     "=3": "--set =3: unknown key ''; similar: none",
-    "epochs=3": "unknown key 'epochs'; similar: passes; --show prints all",
     "zzz=1": "unknown key 'zzz'; similar: none; --show prints all; N counts from 0",
     "tiny": "--set tiny: write KEY=VALUE; texts and presets go before --set",
     "steps": "--set steps: write KEY=VALUE; texts and presets go before --set",
@@ -143,8 +142,8 @@ BAD_SETTINGS = {
     "bos=97": "bos=97 is not valid: less than real_tokens=97",
     # layers
     "layers.2.skip=3": "layers.2.skip=3 is not valid: a number of layers up to 2",
-    "layers.3.reads=4": "layers.3.reads=4 is not valid: a number of layers up to 3",
-    "layers.0.looks=1": "layers.0.looks=True is not valid: False in layer 0",
+    "layers.3.reads_back=4": "layers.3.reads_back=4 is not valid: a number of layers up to 3",
+    "layers.0.new_gates=1": "layers.0.new_gates=True is not valid: False in layer 0",
     "layers.1.mudd=1": "layers.1.mudd=True is not valid: False except in a last layer",
     "layers.1.attends=far": "layers.1.attends='far' is not valid: short or long, as xsa, gated",
     "layers.2.attends=far": "layers.2.attends='far' is not valid: short, long, or empty",
@@ -170,10 +169,10 @@ BAD_SETTINGS = {
     "preset=../evil": "preset='../evil' is not valid: letters, digits",
     "width=10000000000": "width=10000000000 is not valid: it must not be negative, nor so large",
     "val_row=1": "val_batch=512 is not valid: a multiple of val_row=1, which is 2 or more",
-    "passes=0": "passes=0 is not valid: it must be positive",
-    "stages.0.prefix=()": "stages.0.prefix=() is not valid: one or more",
+    "epochs=0": "epochs=0 is not valid: it must be positive",
+    "stages.0.prefix_weights=()": "stages.0.prefix_weights=() is not valid: one or more",
     "stages.0.candidates=(105,)": "stages.0.candidates=(105,) is not valid: up to vocab=104",
-    "stages.0.weights=(1,)": "the first above 0, and as many as weights_end",
+    "stages.0.loss_weights=(1,)": "the first above 0, and as many as loss_weights_end",
     "val_batch=500": "val_batch=500 is not valid: a multiple of val_row=64",
     "val_tokens=1000": "val_tokens=1000 is not valid: a multiple of val_batch=512",
 }
@@ -218,7 +217,7 @@ def test_config_survives_json(cfg):
             lambda fields: fields.update(layers=11),
             "layers=11 is not valid",
         ),  # an int in versions before record 92
-        (lambda fields: fields["stages"][0].update(weights=[1.0, "a"]), "weights.1='a'"),
+        (lambda fields: fields["stages"][0].update(loss_weights=[1.0, "a"]), "weights.1='a'"),
     ],
 )
 def test_a_stored_config_of_another_source_is_refused(change, words):
@@ -235,3 +234,28 @@ def test_settings_suggested_for_names_of_other_trainers_exist():
     assert T.similar_settings("n-embd") == T.similar_settings("model.n_embd") == ["width"]
     assert T.as_setting("--lr=0.1") == "--set lr_anvil=0.1 lr_adam=0.1"
     assert T.as_setting("--heds") == "--set heads=..." and T.as_setting("--zzz=1") == ""
+
+
+def test_old_names_of_settings_are_accepted(tmp_path):
+    """In --set, and in the configs of checkpoints and logs."""
+    old = [
+        "still=0",
+        "stages.0.weights=1,0.5",
+        "stages.0.weights_end=1,0",
+        "passes=2",
+        "layers.3.reads=1",
+    ]
+    new = [
+        "half_rope=0",
+        "stages.0.loss_weights=1,0.5",
+        "stages.0.loss_weights_end=1,0",
+        "epochs=2",
+    ]
+    new.append("layers.3.reads_back=1")
+    tiny = T.PRESETS["tiny"]
+    cfg = T.override(tiny, new)
+    assert T.override(tiny, old) == cfg != tiny
+    text = json.dumps(dataclasses.asdict(cfg))
+    for before, after in T.RENAMED.items():
+        text = text.replace(f'"{after}":', f'"{before}":')
+    assert T.typed(T.Config, json.loads(text)) == cfg and '"still"' in text

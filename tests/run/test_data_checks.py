@@ -204,7 +204,7 @@ def test_a_description_sets_the_encoding_and_removes_the_target(tmp_path, fitted
     same = {"encoding": "gpt2", "real_tokens": 50257, "bos": 256}  # the vocabulary of `speedrun`
     text = own_text(tmp_path / "b", 9_000_000, 10_485_761, **same)
     cfg = fitted("speedrun", text, items=["steps=30"])
-    assert cfg.stages == T.Config().stages and cfg.vocab == 50304 and cfg.passes == 1
+    assert cfg.stages == T.Config().stages and cfg.vocab == 50304 and cfg.epochs == 1
 
 
 def test_enough_text_keeps_the_steps_and_settings_are_kept(tmp_path, fitted):
@@ -222,21 +222,21 @@ def test_enough_text_keeps_the_steps_and_settings_are_kept(tmp_path, fitted):
 def test_short_texts_are_repeated_and_validated_in_complete_rows(tmp_path, fitted, train, val):
     full = T.PRESETS["tiny"]
     cfg = fitted(own_text(tmp_path, train, val))
-    stream = T.TokenStream(tmp_path, "train", cfg.bos, cfg.passes)
+    stream = T.TokenStream(tmp_path, "train", cfg.bos, cfg.epochs)
     T.check_tokens(cfg, stream, T.TokenStream(tmp_path, "val", cfg.bos))
-    assert cfg.steps == full.steps and cfg.passes == -(-cfg.tokens_after(cfg.steps) // train)
+    assert cfg.steps == full.steps and cfg.epochs == -(-cfg.tokens_after(cfg.steps) // train)
     assert 0.7 * min(val, full.val_tokens) < cfg.val_tokens < val
     assert cfg.val_batch // cfg.val_row == full.val_batch // full.val_row
-    assert bool(cfg.val_every) == (cfg.passes > 1)
+    assert bool(cfg.val_every) == (cfg.epochs > 1)
 
 
-def test_with_fewer_passes_the_run_is_shorter(tmp_path, fitted):
+def test_with_fewer_epochs_the_run_is_shorter(tmp_path, fitted):
     folder = own_text(tmp_path, 40_000, 999)
-    cfg = fitted(folder, items=["passes=2"])
-    assert cfg.passes == 2 and 70_000 < cfg.tokens_after(cfg.steps) < 80_000
-    cfg = fitted(folder, items=["passes=1", "steps=60"])
-    stream = T.TokenStream(tmp_path, "train", cfg.bos, cfg.passes)
-    words = "last for 39 of 60 steps: get more text or shards, lower --set steps=, or raise pass"
+    cfg = fitted(folder, items=["epochs=2"])
+    assert cfg.epochs == 2 and 70_000 < cfg.tokens_after(cfg.steps) < 80_000
+    cfg = fitted(folder, items=["epochs=1", "steps=60"])
+    stream = T.TokenStream(tmp_path, "train", cfg.bos, cfg.epochs)
+    words = "last for 39 of 60 steps: get more text or shards, lower --set steps=, or raise epochs"
     with pytest.raises(T.UserError, match=words):
         T.check_tokens(cfg, stream, T.TokenStream(tmp_path, "val", cfg.bos))
 

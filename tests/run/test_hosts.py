@@ -159,7 +159,7 @@ def test_a_port_in_use_is_reported_by_the_first_process(joined):
 
 
 def test_a_long_wait_for_other_processes_prints_a_line_and_ends(joined, monkeypatch, capsys):
-    assert T.from_all(3) == [3] and not capsys.readouterr().out
+    assert T.from_processes(3) == [3] and not capsys.readouterr().out
     monkeypatch.setattr(T, "STALL_SECONDS", 0.1)
     assert T.wait_for(lambda: time.sleep(0.5) or 5) == 5
     assert capsys.readouterr().out == f"{T.LONG_WAIT}\n"
@@ -233,17 +233,17 @@ def test_wrong_cuda_libraries_are_reported_in_one_line(monkeypatch, path):
         "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above",
         "INTERNAL: Failed to initialize BLAS support",
     ):
-        line = T.line_of(jax.errors.JaxRuntimeError(text))
+        line = T.message_for(jax.errors.JaxRuntimeError(text))
         assert line.startswith("JAX cannot use its CUDA libraries: ") and line.endswith(text)
         assert T.FOR_OLD_GPUS in line and (f"unset LD_LIBRARY_PATH ({path})" in line) == bool(path)
-    assert T.line_of(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
+    assert T.message_for(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
 
 
 def test_out_of_memory_on_a_gpu_mentions_other_processes(monkeypatch):
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-    assert "nvidia-smi" not in T.line_of(error)
+    assert "nvidia-smi" not in T.message_for(error)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    line = T.line_of(error)
+    line = T.message_for(error)
     for part in ("nvidia-smi", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION: RES"):
         assert part in line
 

@@ -246,10 +246,10 @@ def test_start_tokenizes_a_text_with_the_encoding_of_the_run(run, tmp_path, caps
     text.write_text("Roses are red. " * 900)
     asked = []
     data = f"data={tmp_path}"
-    found = json.dumps([str(run), [data, "passes=3"], "the last tenth of it"])
+    found = json.dumps([str(run), [data, "epochs=3"], "the last tenth of it"])
     monkeypatch.setattr(T, "run_tool", lambda *words: asked.append(words) or found)
     cfg = started(run, capsys, monkeypatch, str(text), "--set", "steps=6")
-    assert (cfg.data, cfg.passes, cfg.steps) == (str(tmp_path), 3, 6)
+    assert (cfg.data, cfg.epochs, cfg.steps) == (str(tmp_path), 3, 6)
     assert asked == [("tokenize_text.py", text, "--for", str(run), "--set", "steps=6")]
 
 
@@ -339,8 +339,8 @@ def test_a_run_is_not_resumed_with_another_source(copy, capsys, renamed):
 
 
 def test_a_config_of_another_version(copy, monkeypatch, capsys):
-    """Missing fields have their defaults. Unknown fields are refused unless REMOVED has them with
-    the same value."""
+    """Missing fields have their defaults. Unknown fields are refused unless RENAMED lists them as
+    removed."""
     saved = T.find_checkpoint(copy / "checkpoints/8")
     checkpoint = shutil.copytree(copy, copy.parent / "old") / "checkpoints/8"
 
@@ -350,14 +350,12 @@ def test_a_config_of_another_version(copy, monkeypatch, capsys):
         meta["config"]["stages"][0] |= {"too": 3}
 
     rewrite_meta(checkpoint, change)
-    for removed, unknown in (({}, "gone=[0, 1]"), ({"gone": [0, 1]}, "too=3")):
-        monkeypatch.setattr(T, "REMOVED", removed)
+    for removed, unknown in (({}, "gone=[0, 1]"), ({"gone": None}, "too=3")):
+        monkeypatch.setattr(T, "RENAMED", removed)
         assert T.main(["--start", str(checkpoint), "--show"]) == 2
         line = capsys.readouterr().err
-        assert line.startswith(
-            f"error: settings of another train_gpt.py ({unknown}): use that file"
-        )
-    monkeypatch.setattr(T, "REMOVED", {"gone": [0, 1], "too": 3})
+        assert line.startswith(f"error: settings of another train_gpt.py ({unknown}): use that")
+    monkeypatch.setattr(T, "RENAMED", {"gone": None, "too": None})
     assert T.find_checkpoint(checkpoint, pytest.fail).cfg == saved.cfg
     rewrite_meta(checkpoint, lambda meta: meta["config"]["stages"][0].pop("share"))
     with pytest.raises(T.UserError, match="stages.0: share is missing, and has no default"):
@@ -596,11 +594,11 @@ def test_differences_between_processes_are_named(monkeypatch):
     digests = []
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: digests.append(x) or x)
     for change in ({}, {"config": {"data": "elsewhere", "seed": 0}}, {"config": {"data": ""}}):
-        T.agree(facts | change, None)
+        T.check_agreement(facts | change, None)
     for others, words in ((digests[:2], ""), (digests, "the processes differ in config: make")):
         monkeypatch.setattr(multihost_utils, "process_allgather", lambda _, x=others: np.stack(x))
         with pytest.raises(T.UserError, match=words) if words else contextlib.nullcontext():
-            T.agree(facts, None)
+            T.check_agreement(facts, None)
 
 
 # ---- keep_best ---------------------------------------------------------------------------------
@@ -627,7 +625,7 @@ def test_the_best_parameters_are_kept_and_reported(tmp_path, shards, monkeypatch
     lowest = f"the lowest was 2.5000 after step 3 (parameters in {run}/best)"
     assert f"; {lowest}; " in said[-1]
     (warning,) = [i for i, line in enumerate(said) if "has not been below" in line]
-    assert "2.5000 since step 3: fewer passes" in said[warning]
+    assert "2.5000 since step 3: fewer epochs" in said[warning]
     assert said[warning - 1].startswith("step:5/8 val_loss:2.7")
 
 

@@ -163,7 +163,7 @@ def test_facts_in_run_json(run, monkeypatch):
         "preset": "brief",
         "config": json.loads(json.dumps(asdict(replace(CFG, data=got["config"]["data"])))),
         "seed": 0,
-        "parameters": sum(math.prod(row.shape) for row in T.param_table(CFG).values()),
+        "parameters": sum(math.prod(row.shape) for row in T.param_specs(CFG).values()),
         "command": "train 'this'",
         "source_sha256": hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest(),
         "versions": T.versions(),
@@ -212,21 +212,6 @@ def test_choices_include_sizes_that_depend_on_the_machine():
     many = T.for_devices(T.PRESETS["speedrun"], 16)
     chosen = T.sizes_chosen(T.PRESETS["speedrun"], many, SimpleNamespace(size=16), T.PLAIN)
     assert chosen["row_tokens"] == [8192, 16384, 24576, 20480, 8192]
-
-
-@pytest.mark.parametrize("row, chunk, words", [
-    (8 * 4096, 4800, []), (32_771, 4800, ["attention computes 1,073,938,441 scores per head at o"]),
-    (2 * 1009, 4800, []), (2 * 1009, 1000, ["the loss takes 1,009 chunks per row"]),
-])  # fmt: skip
-def test_a_warning_about_rows_with_few_divisors(row, chunk, words):
-    stage = T.Stage(1.0, 8 * row, row, 0, (128, 384))
-    cfg = small_config(stages=(stage,), extension=0, val_row=64, loss_chunk=chunk)
-    said = []
-    T.warn_of_rows(cfg, T.PLAIN, said.append)
-    assert len(said) == len(words)
-    for line, part in zip(said, words, strict=True):
-        odd = f"warning: stages.0.row_tokens={row} has few divisors"
-        assert line.startswith(f"{odd}: {part}") and line.endswith(": choose a multiple of 128")
 
 
 def test_a_run_on_fineweb_reports_whether_its_shards_are_verified(train, shards, tmp_path):
@@ -431,7 +416,7 @@ def test_log_norms_adds_norms_of_gradients_to_the_metrics(
         assert {*found[-1][0]} == {f"norm_{name}" for name in T.updated(cfg, "anvil")}
         assert min(found[-1][0].values()) > 0
         tied = updates_at(cfg, "adam")[3].tied  # the norm of the head then includes the embedding
-        names = [name for name in T.param_table(cfg) if name != "embed" or not tied]
+        names = [name for name in T.param_specs(cfg) if name != "embed" or not tied]
         assert {*found[-1][3]} == {f"norm_{name}" for name in names}
     for one, two in zip(found[0], found[-1], strict=True):
         assert one == pytest.approx(two, rel=0.02)

@@ -154,7 +154,7 @@ def test_names_in_where_to_edit_exist():
     text = (ROOT / "tests/README.md").read_text()
     table = text.split("\n## Where to edit\n")[1].split("\n## ")[0]
     names = re.findall(r"`([A-Za-z]\w+)`", table)
-    known = {*vars(T), *T.PRESETS, *T.Param.__annotations__}
+    known = {*vars(T), *T.PRESETS, *T.ParamSpec.__annotations__}
     assert len(names) > 30 and {*names} <= known, {*names} - known
     tests = re.findall(r"`((?:recipe|kernels|run|tools)/\w+\.py)`", table)
     assert len(tests) > 20 and all((ROOT / "tests" / path).exists() for path in tests)

@@ -594,7 +594,7 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
             ("v6e-8", {"cfg": replace(SPEEDRUN, steps=900)}, "its shards have 100000000: tokens"),
             ("8xh100", {"devices": H100 | {"processes": 8}}, "of this track, processes: 8, not 1"),
             ("8xh100", {"devices": H100 | {"kind": "H100 MIG 1g.10gb"}}, "H100 MIG 1g.10gb"),
-            ("v6e-8", {"cfg": replace(SPEEDRUN, passes=2)}, "epochs over the training tokens"),
+            ("v6e-8", {"cfg": replace(SPEEDRUN, epochs=2)}, "epochs over the training tokens"),
             (
                 "v6e-8",
                 {"cfg": replace(SPEEDRUN, start="logs/x")},
@@ -625,7 +625,7 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
 def test_fixed_data_ranks_small_models_by_loss_for_any_epochs_and_hardware(
     records, tmp_path, capsys
 ):
-    many = {"cfg": replace(TINY, passes=9, target=0.0), "parameters": 1_002_491}
+    many = {"cfg": replace(TINY, epochs=9, target=0.0), "parameters": 1_002_491}
     large = many | {"parameters": 1_002_492}
     said = refused_to_add(records, capsys, runs_of(tmp_path / "a", **large), "fixed-data")
     assert "the model has 1,002,492 parameters, this track allows 1,002,491" in said
@@ -1275,10 +1275,10 @@ def test_the_computed_loss_counts_and_not_the_reported_one(tmp_path, capsys, mon
 def test_without_a_target_the_standing_record_is_the_limit(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(L, "recheck", lambda *_: (3.6, ""))
     root = empty(tmp_path / "records")
-    cfg = replace(TINY, passes=9, target=0.0)
+    cfg = replace(TINY, epochs=9, target=0.0)
     first = runs_of(tmp_path / "a", [3.50, 3.51, 3.52, 3.51], cfg=cfg)
     assert add(root, first, "First", "fixed-data") == 0
-    source = stub(tmp_path / "a.py", 3.6, 0.1, passes=9, target=0.0).read_text()
+    source = stub(tmp_path / "a.py", 3.6, 0.1, epochs=9, target=0.0).read_text()
     same = {"cfg": cfg, "source": source, "day": 2}
     wide = runs_of(tmp_path / "b", [2.9, 3.1, 3.2, 3.1], **same)
     assert add(root, wide, "Wide", "fixed-data") == 0

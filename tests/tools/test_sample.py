@@ -286,7 +286,7 @@ def test_with_a_pointer_logits_equal_the_losses_of_all_next_tokens(
     """Inside and outside the reach of the pointer, for tokens in the text and other tokens."""
     cfg = replace(saved.cfg, pointer_width=8, pointer_reach=(8, 16))
     rng = np.random.default_rng(1)
-    own = {name: row.shape for name, row in T.param_table(cfg).items() if name not in params}
+    own = {name: row.shape for name, row in T.param_specs(cfg).items() if name not in params}
     own = {name: rng.normal(size=shape).astype(np.float32) for name, shape in own.items()}
     own["pointer_gain"][:] = 0.5  # gives every key some probability
     whole = params | own

@@ -569,7 +569,7 @@ def test_two_processes_may_make_the_same_tokens(tmp_path, capsys, monkeypatch):
 def test_a_small_text_is_read_until_the_steps_are_done(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("0123456789" * 3500)
     folder, items = place_of(capsys, tmp_path / "a.txt")
-    assert {"steps=440", "passes=15", "val_every=55"} < {*items}
+    assert {"steps=440", "epochs=15", "val_every=55"} < {*items}
     cfg = T.override(T.PRESETS["tiny"], items)
     stream = T.TokenStream(folder, "train", BOS, 2)
     assert stream.read(len(stream) // 2 - 3, 10).tolist() == [
@@ -578,10 +578,10 @@ def test_a_small_text_is_read_until_the_steps_are_done(tmp_path, capsys):
     ]
     streams = [T.TokenStream(folder, split, BOS, 15) for split in ("train", "val")]
     assert [*T.check_tokens(cfg, *streams)] == ["text_train_000001.bin", "text_val_000000.bin"]
-    _, items = place_of(capsys, tmp_path / "a.txt", "--set", "passes=2")
-    assert "passes=2" in items and 50 < int(dict(x.split("=") for x in items)["steps"]) < 62
+    _, items = place_of(capsys, tmp_path / "a.txt", "--set", "epochs=2")
+    assert "epochs=2" in items and 50 < int(dict(x.split("=") for x in items)["steps"]) < 62
     _, items = place_of(capsys, tmp_path / "a.txt", "--set", "steps=5")
-    assert {"steps=5", "passes=1"} < {*items}
+    assert {"steps=5", "epochs=1"} < {*items}
 
 
 def test_a_validation_text_that_is_too_short_is_named(tmp_path, capsys):
@@ -605,10 +605,10 @@ def test_a_validation_text_that_is_too_short_is_named(tmp_path, capsys):
 @pytest.mark.parametrize("given, recipe", [
     ([], "keep_best=1 decay_anvil=101.2 decay_adam=0.08 ngram_rows=0 layers.*.ngram=0"),
     (["ngram_rows=1024"], "keep_best=1 decay_anvil=101.2 decay_adam=0.08 ngram_drop=0.5"),
-    (["passes=2"], "keep_best=1 decay_anvil=9 decay_adam=0.02 ngram_drop=0.5"),
-    (["passes=1"], ""),
+    (["epochs=2"], "keep_best=1 decay_anvil=9 decay_adam=0.02 ngram_drop=0.5"),
+    (["epochs=1"], ""),
 ])  # fmt: skip
-def test_settings_follow_the_passes_and_can_be_overridden(tmp_path, capsys, given, recipe):
+def test_settings_follow_the_epochs_and_can_be_overridden(tmp_path, capsys, given, recipe):
     (tmp_path / "a.txt").write_text("0123456789" * 3500)
     _, items = place_of(capsys, tmp_path / "a.txt", "--set", *given)
     names = "keep_best", "decay_anvil", "decay_adam", "ngram_rows", "layers.*.ngram", "ngram_drop"
@@ -617,26 +617,26 @@ def test_settings_follow_the_passes_and_can_be_overridden(tmp_path, capsys, give
     wanted = 0 if "ngram_rows=0" in items else 1024 if "ngram_rows=1024" in given else 262_144
     assert cfg.ngram_rows == wanted
     averaged = [110 * cfg.steps // 440, 92 * cfg.steps // 440]  # the share of the preset
-    assert cfg.passes == 1 or [cfg.tail, cfg.tail_average] == averaged
+    assert cfg.epochs == 1 or [cfg.tail, cfg.tail_average] == averaged
 
 
-@pytest.mark.parametrize("passes", [2, 6, 10, 30, 1000])
-def test_no_update_removes_more_than_a_weight(passes):
-    """Otherwise weights change their sign in each update and grow: tables did so in 30 passes."""
+@pytest.mark.parametrize("epochs", [2, 6, 10, 30, 1000])
+def test_no_update_removes_more_than_a_weight(epochs):
+    """Otherwise weights change their sign in each update and grow: tables did so in 30 epochs."""
     tiny = T.PRESETS["tiny"]
-    cfg = T.override(tiny, tokenize_text.settings_for_passes(tiny, passes, tiny.steps, False))
+    cfg = T.override(tiny, tokenize_text.settings_for_epochs(tiny, epochs, tiny.steps, False))
     summed = max(cfg.table_every) / min(cfg.table_every)
     rate = max(T.schedule(cfg).hyper.lr)
-    for name, row in T.param_table(cfg).items():
-        share = (rate * row.lr) ** 2 * row.decay * max(row.scale, default=1)
+    for name, row in T.param_specs(cfg).items():
+        share = (rate * row.lr) ** 2 * row.decay * max(row.lr_factors, default=1)
         assert share * (summed if row.updated_by == "tables" else 1) < 1.01, name
 
 
 def test_large_presets_and_continued_runs_keep_their_decay_and_their_tables():
     speedrun = T.PRESETS["speedrun"]
-    assert tokenize_text.settings_for_passes(speedrun, 4, 80, False) == ["val_every=10"]
+    assert tokenize_text.settings_for_epochs(speedrun, 4, 80, False) == ["val_every=10"]
     run = replace(T.PRESETS["tiny"], steps=80)
-    assert tokenize_text.settings_for_passes(run, 9, 80, False) == ["val_every=10", "keep_best=1"]
+    assert tokenize_text.settings_for_epochs(run, 9, 80, False) == ["val_every=10", "keep_best=1"]
 
 
 LINE = b"0123456789abcde " * 99 + b"0123456789abcde\n"
@@ -663,7 +663,7 @@ def test_a_text_too_small_or_with_too_few_documents_for_speedrun_is_refused(
     monkeypatch.setitem(T.PRESETS, large, replace(T.PRESETS[large], steps=60, extension=2))
     small, one = folder / "small.txt", folder / "one.txt"
     small.write_text("0123456789" * 3500)
-    assert "passes=15" in settings_of(capsys, small, "tiny")
+    assert "epochs=15" in settings_of(capsys, small, "tiny")
     few = f"too few tokens for {large}: take tiny, or more text"
     few += r" \(31,501 tokens of some 491,520 are there\)"
     with pytest.raises(T.UserError, match=few):
@@ -675,7 +675,7 @@ def test_a_text_too_small_or_with_too_few_documents_for_speedrun_is_refused(
         settings_of(capsys, one, large)
     with pytest.raises(T.UserError, match=f"{few} --set {' '.join(whole[1:])}$"):
         settings_of(capsys, one, large, "--set", whole[0])  # only the other settings are named
-    assert "passes=1" in settings_of(capsys, one, "tiny")
+    assert "epochs=1" in settings_of(capsys, one, "tiny")
     settings_of(capsys, one, large, "--set", *whole)
     one.write_bytes((LINE + b"<|endoftext|>\n") * 2000)
     items = settings_of(capsys, one, large)
@@ -685,7 +685,7 @@ def test_a_text_too_small_or_with_too_few_documents_for_speedrun_is_refused(
     assert "encoding=bytes" in settings_of(capsys, one, "tiny")
     with pytest.raises(T.UserError, match="have encoding=bytes, not gpt2"):
         settings_of(capsys, items[0].removeprefix("data="), "tiny", "--set", "encoding=gpt2")
-    steps, times = (int(dict(x.split("=") for x in items)[key]) for key in ("steps", "passes"))
+    steps, times = (int(dict(x.split("=") for x in items)[key]) for key in ("steps", "epochs"))
     assert 20 < steps < 60 and times == 4
 
 
