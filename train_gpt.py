@@ -1300,8 +1300,8 @@ class Config:
     vocab: int = 50304  # embedding rows: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # tokenizer vocabulary size
     bos: int = 50256  # token id at the start of each document
-    # Tokenizer. "bpe" reads merges next to the shards. "ids" is any other tokenizer; without token
-    # bytes, prefixes, normalized n-grams and text samples are unavailable.
+    # Tokenizer. "bpe" needs its merges next to the shards. "ids" is any other tokenizer; without
+    # token bytes, prefixes, normalized n-grams and text samples are unavailable.
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # hash table rows, half of them for bigrams; 0 disables n-grams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # "normalised" ignores case, accents
@@ -1912,7 +1912,7 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
 class Average(NamedTuple):
     """A weight average and its parameters."""
 
-    length: str  # setting with the number of steps to average
+    length: str  # name of the setting with the averaging length in steps
     updated_by: str  # ParamSpec.updated_by of its parameters
     shares: dict[str, float]  # parameter -> fraction of the way to its average
     rescaled: bool = True  # restore each parameter's norm
@@ -3202,7 +3202,7 @@ class TokenStream:
     def __init__(self, folder: Path, split: str, bos: int, epochs: int = 1, seed: int = 0):
         names = {path: SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")}
         self.paths = sorted(path for path, name in names.items() if name and name[2] == split)
-        require(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
+        require(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: pass another --data")
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths] * epochs
         self.ends = np.cumsum([len(shard) for shard in self.shards])
@@ -3481,7 +3481,7 @@ def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> d
             raise wrong_tokens(cfg, split.paths[0], f"no document begins with bos={cfg.bos}")
     if len(val_stream) <= cfg.val_tokens:
         found = f"{val_stream.paths[0].parent} holds {len(val_stream):,} validation tokens"
-        raise UserError(f"{found}, {cfg.val_tokens + 1:,} are needed: lower --set val_tokens=")
+        raise UserError(f"{found}, but {cfg.val_tokens + 1:,} are needed: lower --set val_tokens=")
     end = cursor_after(cfg, stream, cfg.steps)
     return shards_until(cfg, stream, end) | shards_until(cfg, val_stream, cfg.val_tokens)
 
@@ -3504,7 +3504,9 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
         except UserError:
             found = f"{stream.paths[0].parent}: {len(stream):,} training tokens"
             fix = f"get more text or shards, lower --set steps=, or raise epochs={cfg.epochs}"
-            raise UserError(f"{found} last for {step} of {cfg.steps} steps: {fix}") from None
+            raise UserError(
+                f"{found} are enough for only {step} of {cfg.steps} steps: {fix}"
+            ) from None
     # The clock must include all data loading, so clear what was computed here.
     stream.documents.cache_clear()
     stream.rows.cache_clear()
@@ -3733,7 +3735,7 @@ def held_bytes(cfg: Config, mesh: Mesh, key) -> int:
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
-    """Return held_bytes without the program's arguments."""
+    """Return held_bytes, excluding the arguments of the program."""
     state = abstract_state(cfg, mesh)
     arguments = device_bytes(state)
     if isinstance(key, Update):
@@ -3766,9 +3768,8 @@ def memory_refusal(cfg: Config, mesh: Mesh, name: str, size: float, limit: float
             settings = search["settings_that_fit"](cfg, mesh, limit - unexpected)
             if settings:
                 fix = f"add --set {' '.join(settings)}, or use more devices"
-    spare = f"{(limit - usable(limit)) / 2**30:.1f} of which must stay free"
-    needs = f"{name} needs {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
-    return f"{needs}, {spare}: {fix}"
+    free = f"only {usable(limit) / 2**30:.1f} of {limit / 2**30:.1f} GiB are usable"
+    return f"{name} needs {size / 2**30:.1f} GiB per device, but {free}: {fix}"
 
 
 def check_memory(cfg: Config, mesh: Mesh, fix="") -> str:
@@ -3786,8 +3787,8 @@ def check_memory(cfg: Config, mesh: Mesh, fix="") -> str:
     refusal = memory_refusal(cfg, mesh, name, sizes[name], limit, fix)
     require(not refusal, refusal)
     if limit == math.inf:
-        return f"it needs about {size:.1f} GiB; this device does not report its memory"
-    return f"it fits: about {size:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
+        return f"it needs about {size:.1f} GiB per device (of unknown memory)"
+    return f"it fits: about {size:.1f} of {limit / 2**30:.1f} GiB per device"
 
 
 def memory_limit(mesh: Mesh) -> float:
@@ -3929,7 +3930,7 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
     Raise UserError if there is none, if its settings are unknown, or if the run `resumes` and this
     file has changed."""
     resolved = place.expanduser().resolve()
-    require(resolved.exists(), f"there is no {place}: name the folder of a run")
+    require(resolved.exists(), f"{place} does not exist: pass a run directory")
     folder = resolved / "checkpoints"
     if resolved.name in ("checkpoints", BEST) and checkpoint_steps(resolved):
         folder = resolved
@@ -3941,7 +3942,7 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
         paths = sorted(of_runs, key=os.path.getmtime)
         if paths:
             say(f"the newest checkpoint of the runs in {place}: {paths[-1]}")
-    hint = "name a run with one (--set checkpoint_every)"
+    hint = "pass a run with a checkpoint (--set checkpoint_every=N)"
     for path in reversed(paths):
         try:
             return read_checkpoint(path, resumes)
@@ -3990,7 +3991,7 @@ def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
     new_run = f"start a new run with them: {start}"
     require(not saved.only_params, f"{saved.folder} holds parameters only: {new_run}")
     has_run = (saved.run_dir / "log.txt").exists()
-    require(has_run, f"{saved.folder} is not in the folder of its run: copy it there, or {new_run}")
+    require(has_run, f"{saved.folder} is not in its run directory: copy it there, or {new_run}")
     newest = find_checkpoint(saved.run_dir, lambda line: None)
     again = command_for(__file__, "--resume", saved.run_dir)
     later = f"{saved.folder} is not the newest checkpoint: continue from step {newest.step}"
@@ -4011,7 +4012,7 @@ def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Load the array with this tree `path` in the layout `like`."""
     kind, name = (key.key for key in path)
     dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
-    other = f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log"
+    other = f"{saved.folder}: {kind}.{name} was saved by another train_gpt.py (see the run's log)"
     files = {}  # first row -> rows
     for file in saved.folder.glob(f"{kind}.{name}.*.npy"):
         first = int(file.stem.rpartition(".")[2])
@@ -4135,7 +4136,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
 
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
-    """Open the log of a new run in `out`, or of a resumed run without changing its files yet.
+    """Open the log of a new run in `out`, or of a resumed run, whose files stay untouched for now.
     `facts` holds run_facts and the shards, and must be identical on all processes.
 
     Raise UserError if the files cannot be written, or if the run's data has changed."""
@@ -4162,12 +4163,12 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
             log.begin(None)
     except OSError as error:
         log.refused = error
-    hint = "resume a copy of it" if saved else "name another --out"
+    hint = "resume a copy of it" if saved else "pass another --out"
     require(not log.refused, f"cannot write {folder} ({log.refused}): {hint}")
     devices = "{count} x {kind}".format(**facts["devices"])
     say(f"run {folder} on {devices}; kernels: {facts['choices']['kernels']}")
     if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
-        say("more devices cannot divide the rows evenly: the rest are idle")
+        say("some devices are idle: they cannot divide the rows evenly")
     if saved:
         say(f"resumed after {first} of {cfg.steps} steps from {saved.folder}")
     return log
@@ -4185,8 +4186,8 @@ def check_data(cfg: Config, facts: dict, saved: Saved):
     """Raise UserError unless the shards in `facts` are the run's original shards."""
     folder = saved.run_dir
     place = saved.meta["config"]["data"]
-    other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
-    instead = f"else train with its parameters: --start {folder} --data {cfg.data}"
+    other = f"{cfg.data} does not contain the shards of {folder}: omit --data if {place} does"
+    instead = f"or train with its parameters: --start {folder} --data {cfg.data}"
     require(saved.meta["data"] == facts, f"{other}, {instead}")
 
 
@@ -4212,7 +4213,7 @@ def open_files(log: RunLog, saved: Saved | None):
         log.files[name] = file
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # also if the file system has no locks
+        except OSError as error:  # or the file system does not support locks
             taken = isinstance(error, BlockingIOError)
             require(not taken, f"another process writes {log.folder}: wait for it, or stop it")
     with tempfile.TemporaryDirectory(prefix=".rename-", dir=log.folder) as trial:
@@ -4367,7 +4368,7 @@ class RunLog:
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
 
     def line(self, step: int, kind: str, loss: float, dropped: int, **fields) -> str:
-        """Log a loss after `step` steps, and other `fields`. Return the line, in upstream's
+        """Log the loss after `step` steps, plus other `fields`. Return the line, in upstream's
         format."""
         ms = round(self.clock.ms(), 3)
         done = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
@@ -4620,14 +4621,14 @@ def check_agreement(facts: dict, saved: Saved | None):
     gathered = multihost_utils.process_allgather(np.array(sums, np.uint32))
     of_facts = gathered.reshape(-1, len(same)).T.tolist()
     differ = [name for name, sums in zip(same, of_facts, strict=True) if len({*sums}) > 1]
-    require(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
+    require(not differ, f"the processes differ in {', '.join(differ)}: use the same on all hosts")
 
 
 # ---- Settings: --set, and checks of all values --------------------------------------------------
 
 
 def check_setting(cfg: Config, name: str, holds, expected: str):
-    """Raise UserError with the setting `name` and the `expected` value unless `holds` is true."""
+    """Unless `holds` is true, raise a UserError naming the setting and the `expected` value."""
     value = cfg
     for key in name.split("."):
         value = value[int(key)] if key.isdecimal() else getattr(value, key)
@@ -4635,7 +4636,7 @@ def check_setting(cfg: Config, name: str, holds, expected: str):
 
 
 def validate(cfg: Config) -> Config:
-    """Return the config if it is valid. Otherwise raise UserError with the wrong setting."""
+    """Return the config if it is valid. Otherwise raise a UserError naming the invalid setting."""
     rule = functools.partial(check_setting, cfg)
     names = ",".join(Kernels._fields)
     by_name = {*cfg.kernels.split(",")} <= {*Kernels._fields}
@@ -4656,14 +4657,18 @@ def validate(cfg: Config) -> Config:
 
 
 def validate_heads(cfg: Config):
-    """Check the settings of attention heads and the logit cap."""
+    """Check the attention heads and the logit cap."""
     rule = functools.partial(check_setting, cfg)
     even = cfg.heads % 2 == 0
     cut = cfg.width % cfg.heads == 0 and cfg.head_width % 8 == 0
     rule("heads", even and cut, f"an even number that cuts width={cfg.width} into multiples of 8")
     largest, _, divisor = cfg.logit_cap
     capped = 0 < largest <= 64 and divisor > 0
-    rule("logit_cap", capped or not any(cfg.logit_cap), "a up to 64, c above 0; or 0,0,0")
+    rule(
+        "logit_cap",
+        capped or not any(cfg.logit_cap),
+        "a,b,c with a up to 64 and c above 0; or 0,0,0",
+    )
     if cfg.shared:
         divides = cfg.heads % cfg.kv_heads == 0
         rule("kv_heads", divides, f"0, or a divisor of heads={cfg.heads}")
@@ -4674,7 +4679,7 @@ def validate_heads(cfg: Config):
 
 
 def validate_tables(cfg: Config):
-    """Check the settings of the vocabulary and of tables."""
+    """Check the vocabulary and table settings."""
     rule = functools.partial(check_setting, cfg)
     rule("real_tokens", 0 < cfg.real_tokens <= cfg.vocab, f"1 to vocab={cfg.vocab}")
     rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
@@ -4754,8 +4759,8 @@ def validate_stage(cfg: Config, number: int):
 def typed(kind, value, name="", positive=False):
     """Convert `value`, a literal or from JSON, to the annotated type `kind`.
 
-    Raise UserError with `name` if it has the wrong type or is negative, or if it is 0 and must be
-    positive."""
+    Raise a UserError with `name` in its message if the value has the wrong type, is negative, or is
+    0 although it must be positive."""
     origin = typing.get_origin(kind)
     if origin is Annotated:
         positive = positive or "positive" in kind.__metadata__
@@ -4778,7 +4783,7 @@ def typed(kind, value, name="", positive=False):
     kind_name = kind if origin else kind.__name__
     require(is_number or is_bool or is_text, f"{wrong}it must be {kind_name}, see --show")
     if is_number:
-        require(0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
+        require(0 <= value < 2**32, f"{wrong}it must be from 0 to 2**32 - 1")
         require(value or not positive, f"{wrong}it must be positive")
     return kind(value)
 
@@ -4822,9 +4827,9 @@ def typed_fields(kind, fields: dict, name: str):
 def override(cfg: Config, items: list[str]) -> Config:
     """Apply KEY=VALUE `items` of --set to a config.
 
-    Keys can be nested: stages.1.windows, or stages.*.windows for all stages. The index after the
-    last stage appends a copy of the last stage. `without` disables further ideas by applying their
-    settings from IDEAS."""
+    Keys can be nested: stages.1.windows, or stages.*.windows for all stages. With an index one past
+    the last stage, a copy of that stage is appended. `without` disables further ideas by applying
+    their settings from IDEAS."""
     return validate(with_settings(cfg, items))
 
 
@@ -4957,14 +4962,12 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     if folder.resolve() == demo_folder().resolve():
         files = "*_train_*.bin", "*_val_*.bin", MERGES
         if not all(any(folder.glob(name)) for name in files):
-            require(
-                can_write(folder), f"{folder} cannot be written for the demo corpus: name a text"
-            )
+            require(can_write(folder), f"{folder} is not writable for the demo corpus: pass a text")
             say(f"making the demo corpus in {folder}")
             run_tool("builtin_corpus.py", folder)
-    fix = "--data TEXT makes it again if the text is the same; else --start RUN_DIR --data TEXT"
+    fix = "pass --data TEXT with the same text, or train on another: --start RUN_DIR --data TEXT"
     if cfg.data == Config.data:
-        fix = "run data/cached_fineweb10B.py, or name one"
+        fix = "run data/cached_fineweb10B.py, or pass --data DIR"
     require(folder.is_dir(), f"no folder {folder}: {fix}")
     shards = filter(None, map(SHARD_NAME.fullmatch, os.listdir(folder)))
     sets = sorted({shard[1] for shard in shards})
@@ -5014,7 +5017,7 @@ def run_tool(name: str, *args) -> str:
         raise SystemExit(128 + number)
 
     tool = Path(__file__).resolve().parent / "data" / name
-    require(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
+    require(tool.exists(), f"no {tool}: copy the directory data/ too, or pass --data DIR")
     before = signal_handlers()
     deadly = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     set_handlers({number: end for number in deadly if before[number] == signal.SIG_DFL})
@@ -5108,7 +5111,7 @@ def add_config_options(parser: argparse.ArgumentParser):
     option("--seed", type=int, metavar="N", help="seed of the parameters, and of samples")
 
 
-class Asked(NamedTuple):
+class ConfigArgs(NamedTuple):
     """Arguments that determine the Config."""
 
     preset: str  # or ""
@@ -5122,15 +5125,15 @@ class Asked(NamedTuple):
         return {setting.partition("=")[0] for setting in self.settings}
 
 
-def asked_for(args) -> Asked:
-    """Return the Asked of parsed arguments. Raise UserError for unknown presets and files."""
+def config_args(args) -> ConfigArgs:
+    """Collect the ConfigArgs of a command. Raise UserError for unknown presets and files."""
     settings = list(args.set)
     if args.seed is not None:
         settings.append(f"seed={args.seed}")
     data = args.data + [x.removeprefix("data=") for x in settings if x.startswith("data=")]
     settings = [x for x in settings if not x.startswith("data=")]
     presets = [word for word in args.words if word in PRESETS]
-    require(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
+    require(len(presets) < 2, f"more than one preset: choose {' or '.join(presets)}")
     places = [word for word in args.words if word not in PRESETS] + data
     require(places or not args.val, "--val requires a text to train on: name it first")
     for place in places + args.val:
@@ -5138,10 +5141,12 @@ def asked_for(args) -> Asked:
             continue
         setting = as_setting(place) if "=" in place else ""
         require(not setting, f"{place} is not a text: for a setting write {setting}")
-        missing = f"there is no {place or repr(place)}"
-        known = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}"
-        raise UserError(missing if presets or place in data + args.val else f"{known}; {missing}")
-    asked = Asked("".join(presets), places, args.val, settings)
+        missing = f"{place or repr(place)} does not exist"
+        known = f"unknown preset {place!r} (choose from {', '.join(PRESETS)})"
+        raise UserError(
+            missing if presets or place in data + args.val else f"{known}, and {missing}"
+        )
+    asked = ConfigArgs("".join(presets), places, args.val, settings)
     require("preset" not in asked.keys, "--set preset= changes only a name: write the preset first")
     return asked
 
@@ -5149,7 +5154,7 @@ def asked_for(args) -> Asked:
 def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
     """Return the Config for parsed arguments, based on a preset or on the checkpoint to `start`
     from. Tokenize texts, and add their settings."""
-    asked = asked_for(args)
+    asked = config_args(args)
     require("start" not in asked.keys, "--set start=: use --start RUN_DIR")
     name = asked.preset or "tiny"
     if start:
@@ -5176,7 +5181,7 @@ def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in param_specs(cfg).items()}
 
 
-def resume_config(asked: Asked, saved: Saved) -> Config:
+def resume_config(asked: ConfigArgs, saved: Saved) -> Config:
     """Return the Config of a resumed run. Raise UserError if the run is already finished."""
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # damaged run.json
@@ -5219,7 +5224,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_resume(args, asked: Asked):
+def check_resume(args, asked: ConfigArgs):
     """Raise UserError if --resume is combined with options that change the recipe."""
     kinds = Config.__annotations__.items()
     machine = [name for name, kind in kinds if kind.startswith("Machine")]
@@ -5280,7 +5285,7 @@ def check_hardware(cfg: Config):
 
 
 def suggest_next(say: Callable):
-    """Suggest what to run next: a text, or `speedrun` if it fits."""
+    """Suggest the next command: train on a text, or run `speedrun` if it fits in memory."""
     say(f"next, a text of your own: {command_for(__file__)} TEXT")
     tool = records_tool("fit.py")
     if not tool or jax.default_backend() == "cpu":
@@ -5297,7 +5302,7 @@ def suggest_next(say: Callable):
 def run(argv: list[str], command: str):
     """Run the arguments `argv`. `command` is what the log shows."""
     args = parse(argv)
-    asked = asked_for(args)
+    asked = config_args(args)
     if args.resume:
         check_resume(args, asked)
     keep_programs(args.cache)
@@ -5752,7 +5757,7 @@ def reduce_scatter(arrays: tuple, dtype):
 def choose_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """Return (the kernels that the model calls on such devices, a line about them for the log)."""
     if cfg.kernels == "plain":
-        return PLAIN, "plain, as asked for"
+        return PLAIN, "plain (requested)"
     backend = device.platform
     why = why_no_kernels(cfg, device)
     why_plain = why or why_plain_attention(cfg, device)
@@ -5777,7 +5782,7 @@ def choose_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     if cfg.kernels != "auto":
         named = {name: getattr(kernels, name) for name in cfg.kernels.split(",")}
         kernels = PLAIN._replace(**named)
-        reason = f"{kernel_names(kernels)}; asked for: {cfg.kernels}; auto: {reason}"
+        reason = f"{kernel_names(kernels)}; requested: {cfg.kernels}; auto: {reason}"
     return kernels, reason
 
 

@@ -257,7 +257,7 @@ def tokens_of(args, run: Config | None) -> tuple[Path, str]:
 
     Makes the tokens if they do not exist. A `run` gives the encoding; args.preset is its folder."""
     if args.out:
-        require(not args.out.exists(), f"--out {args.out} exists: name another folder")
+        require(not args.out.exists(), f"--out {args.out} exists: pass another directory")
     texts = files_of(args.texts)
     of_val = files_of(args.val) if args.val else {}
     paths = [*itertools.chain(*texts.values())], [*itertools.chain(*of_val.values())]

@@ -745,7 +745,7 @@ def run(argv: list[str] | None) -> int:
     names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
     parser.add_argument("--program", **names, help="only these programs: grads0 anvil")
     args = parser.parse_args(argv)
-    if not T.asked_for(args).preset:
+    if not T.config_args(args).preset:
         args.words.append("speedrun")
     jax.config.update("jax_platforms", "cpu")  # the target is absent
     asked = T.resolve(args)

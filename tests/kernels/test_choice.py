@@ -88,7 +88,7 @@ def test_v5e_v6e_and_nvidia_gpus_since_ampere_have_kernels(device, attention, ot
     kernels, line = T.choose_kernels(RECORD, device)
     assert names(kernels) == others | {attention} and line == reason
     plain, line = T.choose_kernels(replace(RECORD, kernels="plain"), device)
-    assert plain is T.PLAIN and line == "plain, as asked for"
+    assert plain is T.PLAIN and line == "plain (requested)"
 
 
 def test_other_hardware_has_plain_attention_and_tables():
@@ -106,7 +106,7 @@ def test_settings_can_select_or_exclude_each_kernel(name):
     every, _ = T.choose_kernels(RECORD, tpu())
     one, reason = T.choose_kernels(replace(RECORD, kernels=name), tpu())
     assert one == T.PLAIN._replace(**{name: getattr(every, name)}) != T.PLAIN
-    assert reason == f"{name}; asked for: {name}; auto: {TPU_KERNELS}"
+    assert reason == f"{name}; requested: {name}; auto: {TPU_KERNELS}"
     others = ",".join(field for field in TPU_KERNELS.split(",") if field != name)
     rest, _ = T.choose_kernels(replace(RECORD, kernels=others), tpu())
     assert rest == every._replace(**{name: getattr(T.PLAIN, name)}) != every
@@ -115,7 +115,7 @@ def test_settings_can_select_or_exclude_each_kernel(name):
 def test_a_kernel_that_does_not_exist_for_the_device_is_ignored():
     kernels, reason = T.choose_kernels(replace(RECORD, kernels="attend,add_rows,blend"), gpu())
     assert names(kernels) == {"attend_gpu"}
-    assert reason == f"attend; asked for: attend,add_rows,blend; auto: {GPU_KERNELS}"
+    assert reason == f"attend; requested: attend,add_rows,blend; auto: {GPU_KERNELS}"
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_training_follows_the_cpu(folder, on_cpu, changes):
     cfg = replace(CFG, **changes)
     reason = T.choose_kernels(cfg, DEVICES["cuda"])[1]
     plain = cfg.kernels == "plain"
-    assert reason == ("plain, as asked for" if plain else "attend,cross_entropy")
+    assert reason == ("plain (requested)" if plain else "attend,cross_entropy")
     got = losses(cfg, DEVICES["cuda"], folder)
     assert on_cpu[0] - on_cpu[-2] > 0.5
     assert abs(got[0] - on_cpu[0]) < 0.01

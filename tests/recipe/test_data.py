@@ -64,7 +64,7 @@ def test_a_stream_joins_the_shards_of_a_split_in_order_of_names(tmp_path):
     for beyond in (lambda: stream.shard_at(36), lambda: stream.read(30, 7)):
         with pytest.raises(T.UserError, match="end at 36: download more shards or use fewer steps"):
             beyond()
-    with pytest.raises(T.UserError, match=rf"no test shards .*{tmp_path}: name another --data"):
+    with pytest.raises(T.UserError, match=rf"no test shards .*{tmp_path}: pass another --data"):
         T.TokenStream(tmp_path, "test", BOS)
 
 

@@ -271,5 +271,5 @@ def test_the_newest_complete_checkpoint_is_used_unless_another_is_named(folder):
     assert [line.split()[1] for line in said] == [str(folder / str(n)) for n in (12, 10)]
     assert T.find_checkpoint(folder / "6", pytest.fail).step == 6
     assert T.find_checkpoint(folder, quiet).folder == folder / "8"  # RUN_DIR/checkpoints
-    with pytest.raises(T.UserError, match="there is no .*/7: name the folder of a run"):
+    with pytest.raises(T.UserError, match=".*/7 does not exist: pass a run directory"):
         T.find_checkpoint(folder / "7", pytest.fail)

@@ -124,10 +124,10 @@ BAD_SETTINGS = {
     "layers.1.skip=0.5": "layers.1.skip=0.5 is not valid: it must be int",
     "stages.0.candidates=48": "candidates=48 is not valid: it must be tuple[int, ...], see --show",
     "recompute=layers": "recompute='layers' is not valid: it must be bool",
-    f"prefetch={2**63}": "is not valid: it must not be negative, nor so large",
+    f"prefetch={2**63}": "is not valid: it must be from 0 to 2**32 - 1",
     "encoding=5": "encoding='5' is not valid: gpt2, bytes, bpe, ids",
     # values out of range
-    "lr_anvil=-0.1": "lr_anvil=-0.1 is not valid: it must not be negative",
+    "lr_anvil=-0.1": "lr_anvil=-0.1 is not valid: it must be from 0 to",
     "adam_eps=0": "adam_eps=0 is not valid: it must be positive",  # 0/0 for unused tokens
     "stages.0.row_tokens=0": "stages.0.row_tokens=0 is not valid: it must be positive",
     "compute_dtype=float16": "compute_dtype='float16' is not valid: bfloat16, float32",
@@ -149,7 +149,7 @@ BAD_SETTINGS = {
     "layers.2.attends=far": "layers.2.attends='far' is not valid: short, long, or empty",
     "layers.2.values=1": "layers.2.attends='' is not valid: short or long, as values needs",
     "layers.4.mlps=0": "layers.4.mudd=True is not valid: False except in a last layer with",
-    "layers.1.mlps=-1": "layers.1.mlps=-1 is not valid: it must not be negative",
+    "layers.1.mlps=-1": "layers.1.mlps=-1 is not valid: it must be from 0 to",
     # optimizers
     "table_every=(4,6)": "table_every=(4, 6) is not valid: multiples of adam_every=2",
     "table_change=6": "table_change=6 is not valid: a multiple of 4",
@@ -167,7 +167,7 @@ BAD_SETTINGS = {
     "stages=()": "stages=() is not valid: one or more",
     "stages.0.windows=(0, 0)": "stages.0.windows.0=0 is not valid: it must be positive",
     "preset=../evil": "preset='../evil' is not valid: letters, digits",
-    "width=10000000000": "width=10000000000 is not valid: it must not be negative, nor so large",
+    "width=10000000000": "width=10000000000 is not valid: it must be from 0 to 2**32 - 1",
     "val_row=1": "val_batch=512 is not valid: a multiple of val_row=1, which is 2 or more",
     "epochs=0": "epochs=0 is not valid: it must be positive",
     "stages.0.prefix_weights=()": "stages.0.prefix_weights=() is not valid: one or more",

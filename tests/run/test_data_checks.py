@@ -39,10 +39,12 @@ def test_the_last_step_needs_all_its_tokens(tmp_path, stage):
     assert tokens[enough - 1] == rows[-1, -1]
     run = {"steps": 5, "stages": (stage,), "extension": 0}
     check(tmp_path, [tokens[:enough]], **run)
-    with pytest.raises(T.UserError, match=r"last for 4 of 5 steps: get more text or") as error:
+    with pytest.raises(
+        T.UserError, match=r"enough for only 4 of 5 steps: get more text or"
+    ) as error:
         check(tmp_path, [tokens[: enough - 1]], **run)
     assert str(tmp_path) in str(error.value)
-    with pytest.raises(T.UserError, match=r"last for 2 of 5 steps"):
+    with pytest.raises(T.UserError, match=r"enough for only 2 of 5 steps"):
         check(tmp_path, [tokens[: enough // 2]], **run)
 
 
@@ -106,7 +108,7 @@ def test_data_may_be_in_the_current_folder_or_next_to_the_script(tmp_path, monke
     (tmp_path / "tokens").mkdir()
     assert T.data_folder(cfg).resolve() == tmp_path / "tokens"
     with pytest.raises(
-        T.UserError, match="no folder .*fineweb10B: run data/cached_fineweb10B.py, or nam"
+        T.UserError, match="no folder .*fineweb10B: run data/cached_fineweb10B.py, or pass"
     ):
         T.data_folder(replace(cfg, data=T.Config.data))
     of_text = "no folder .*none: --data TEXT makes it again if the text is the same; else --start "
@@ -134,7 +136,7 @@ def test_the_demo_corpus_is_made_only_if_it_is_missing(tmp_path, monkeypatch):
     """Or if its merges are missing. The tool is in data/, next to the script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(T, "__file__", str(tmp_path / "train_gpt.py"))
-    with pytest.raises(T.UserError, match="corpus.py: copy the folder data/ there too, or"):
+    with pytest.raises(T.UserError, match="corpus.py: copy the directory data/ too, or"):
         T.data_folder(T.PRESETS["tiny"], print)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/builtin_corpus.py").touch()
@@ -236,7 +238,7 @@ def test_with_fewer_epochs_the_run_is_shorter(tmp_path, fitted):
     assert cfg.epochs == 2 and 70_000 < cfg.tokens_after(cfg.steps) < 80_000
     cfg = fitted(folder, items=["epochs=1", "steps=60"])
     stream = T.TokenStream(tmp_path, "train", cfg.bos, cfg.epochs)
-    words = "last for 39 of 60 steps: get more text or shards, lower --set steps=, or raise epochs"
+    words = "enough for only 39 of 60 steps: get more text or shards, .* raise epochs"
     with pytest.raises(T.UserError, match=words):
         T.check_tokens(cfg, stream, T.TokenStream(tmp_path, "val", cfg.bos))
 
@@ -274,12 +276,16 @@ def test_ways_to_name_a_text(tmp_path, fitted, monkeypatch):
     both = fitted("a.txt", "b.txt")
     assert both.data != want.data and both == fitted("a.txt", data=["b.txt"])
     for words, data, says in [
-        ([""], [], "unknown preset ''; there are"),
-        (["c.txt"], [], "'c.txt'; there are: plain, tiny, .*, pointer; there is no c.txt$"),
-        ([], ["c.txt"], "^there is no c.txt$"),  # --data takes no presets
-        ([], [""], "^there is no ''$"),
-        ([], ["a.txt", "tiny"], "^there is no tiny$"),
-        (["tiny", "speedrun"], [], "two presets: name tiny or speedrun"),
+        ([""], [], "unknown preset '' .choose from"),
+        (
+            ["c.txt"],
+            [],
+            "'c.txt' .choose from plain, tiny, .*, pointer., and c.txt does not exist$",
+        ),
+        ([], ["c.txt"], "^c.txt does not exist$"),  # --data takes no presets
+        ([], [""], "^'' does not exist$"),
+        ([], ["a.txt", "tiny"], "^tiny does not exist$"),
+        (["tiny", "speedrun"], [], "more than one preset: choose tiny or speedrun"),
     ]:
         with pytest.raises(T.UserError, match=says):
             fitted(*words, data=data)
@@ -310,7 +316,7 @@ def test_texts_for_validation(tmp_path, fitted, monkeypatch):
     (shards / T.DESCRIPTION).unlink()
     with pytest.raises(T.UserError, match="contains validation shards: --val requires a text"):
         fitted(shards, val=["b.txt"])
-    with pytest.raises(T.UserError, match="^there is no c.txt$"):
+    with pytest.raises(T.UserError, match="^c.txt does not exist$"):
         fitted("a.txt", val=["c.txt"])
 
 

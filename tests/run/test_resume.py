@@ -369,9 +369,7 @@ def test_a_checkpoint_outside_its_run_is_not_resumed(copy, tmp_path, capsys):
     assert T.checkpoint_to_resume(backup, pytest.fail).folder == backup
     assert T.main(["--resume", str(alone)]) == 2
     start = T.command_for(T.__file__, "--start", alone)
-    words = (
-        f"{alone} is not in the folder of its run: copy it there, or start a new run with them: "
-    )
+    words = f"{alone} is not in its run directory: copy it there, or start a new run with them: "
     assert words + start in capsys.readouterr().err
 
 

@@ -588,7 +588,7 @@ def test_a_disk_that_is_already_full_ends_the_run_before_compiling(train, tmp_pa
     full = open("/dev/full", "ab", buffering=2**20)
     with monkeypatch.context() as patch:
         patch.setattr(T, "open", for_logs(lambda path: full), raising=False)
-        words = "cannot write .*No space left on device.*: name another --out"
+        words = "cannot write .*No space left on device.*: pass another --out"
         with pytest.raises(T.UserError, match=words):
             train(CFG, tmp_path)
     full.raw.close()
@@ -610,7 +610,7 @@ def test_a_disk_that_cannot_rename_folders_ends_the_run_before_compiling(
 
     monkeypatch.setattr(os, "rename", files_only)
     monkeypatch.setattr(T, "compile_all", partial(pytest.fail, "went on to compile"))
-    words = "cannot write .*folders cannot be renamed there: .*gcsfuse.*: name another --out"
+    words = "cannot write .*folders cannot be renamed there: .*gcsfuse.*: pass another --out"
     with pytest.raises(T.UserError, match=words):
         train(CFG, tmp_path)
 

@@ -223,7 +223,7 @@ def test_if_one_of_four_processes_is_killed_all_end_and_fewer_can_resume(launch,
 def test_processes_with_different_settings_end_before_compiling(launch, tmp_path):
     both = launch_all(launch, "--out", tmp_path, own=({"tail": 3}, {"tail": 4}))
     assert [ends(process, 60) for process in both] == [2, 2]
-    words = "^error: the processes differ in config: make that equal everywhere"
+    words = "^error: the processes differ in config: use the same on all hosts"
     for process in both:
         assert any(re.search(words, line) for line in process.warned)
         assert not any("compiling" in line for line in process.said)

@@ -210,7 +210,7 @@ def test_measurements_are_long_enough_and_whole_periods(monkeypatch):
         (["--parts", "3"], "--parts 3: use a divisor of 8, the rows of stages.0"),
         (["--parts", "-1"], "--parts -1: use a divisor of 8"),
         (["--kernels", "3"], "--kernels 3: the stages are 0 to 2"),
-        (["--data", "nothing"], "there is no nothing"),
+        (["--data", "nothing"], "nothing does not exist"),
         (["--dump", "/dev/null/x"], "/dev/null/x"),
         (["--profile", __file__], "test_bench.py"),
         (["--kernels", "0", "--profile", "x"], "--profile traces steps of stages: omit"),

@@ -176,7 +176,7 @@ def test_the_demo_corpus_of_a_read_only_checkout_is_in_the_cache(tmp_path, tool,
     shutil.rmtree(tmp_path / "data/builtin")
     monkeypatch.setattr(T, "user_cache", lambda: None)
     with pytest.raises(
-        T.UserError, match="data/builtin cannot be written for the demo corpus: name a text"
+        T.UserError, match="data/builtin is not writable for the demo corpus: pass a text"
     ):
         T.data_folder(cfg, said.append)
 

@@ -228,4 +228,4 @@ def test_show_has_a_line_about_memory_on_accelerators(machine, monkeypatch, caps
     out = capsys.readouterr().out
     half = len(out) // 2
     assert out[:half] == out[half:]
-    assert re.search(r"\nit fits: about [\d.]+ GiB of the 59.3 GiB of a device\n$", out)
+    assert re.search(r"\nit fits: about [\d.]+ of 59.3 GiB per device\n$", out)

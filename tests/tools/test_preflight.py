@@ -565,7 +565,7 @@ def test_some_programs_have_rows_and_no_sum(absent, monkeypatch, capsys):
     for limit, status in ((need, 0), (need - 1, 1)):
         monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, preflight.Hardware(limit))
         assert preflight.main(argv) == status
-    assert "grads1 needs 3.0 GiB of the 5.0 GiB of a device, 2.0 of " in capsys.readouterr().out
+    assert "grads1 needs 3.0 GiB per device, but only 3.0 of 5.0 GiB" in capsys.readouterr().out
 
 
 def test_a_run_that_is_expected_not_to_fit_is_not_compiled(absent, monkeypatch, capsys):
@@ -574,7 +574,7 @@ def test_a_run_that_is_expected_not_to_fit_is_not_compiled(absent, monkeypatch, 
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, few)
     assert preflight.main(["v6e-8", "small"]) == 1
     out = capsys.readouterr().out
-    assert "not compiled: " in out and " GiB of the 0.0 GiB of a device, " in out
+    assert "not compiled: " in out and " of 0.0 GiB are usable" in out
     assert "compiling" not in out
 
     def refuse():

@@ -373,7 +373,7 @@ def test_invalid_arguments_are_refused_in_one_line(saved, monkeypatch, capsys):
         assert err.startswith("error: ") and err.count("\n") == 1 and out == ""
         return err
 
-    assert "there is no nothing: name the folder of a run" in refused("nothing")
+    assert "nothing does not exist: pass a run directory" in refused("nothing")
     assert "the following arguments are required: RUN_DIR" in refused()
     for words in ("tokens -1", "tokens 0", "top-k 0", "samples 0"):
         name, value = words.split()

@@ -698,9 +698,9 @@ def test_wrong_arguments_are_refused_before_tokens_are_made(tmp_path, monkeypatc
     for argv, says in [
         (["a.jsonl", "--val", "./a.jsonl"], "validation on a.jsonl leaves nothing to train on"),
         (["a.jsonl", "--val", "b.txt"], "b.txt: there is no such text"),
-        (["a.jsonl", "--out", ""], "--out .* exists: name another folder"),
-        (["a.jsonl", "--out", "full"], "--out .*full exists: name another folder"),
-        (["a.jsonl", "--out", "a.jsonl"], "--out .*a.jsonl exists: name another folder"),
+        (["a.jsonl", "--out", ""], "--out .* exists: pass another directory"),
+        (["a.jsonl", "--out", "full"], "--out .*full exists: pass another directory"),
+        (["a.jsonl", "--out", "a.jsonl"], "--out .*a.jsonl exists: pass another directory"),
         (["a.jsonl", "--out", "a.jsonl/x"], "tokens cannot be written to .*a.jsonl/x: make"),
         (["a.jsonl", "--encoding", "gpt5"], "invalid choice: 'gpt5'"),
         (["a.jsonl", "--for", "tiny", "speedrun"], "unrecognized arguments: speedrun"),
@@ -722,5 +722,5 @@ def test_as_a_command(tmp_path, capsys, monkeypatch):
     assert done.stdout.startswith(f"a.tokens: {total - total // 10:,} tokens for training, ")
     monkeypatch.chdir(tmp_path)
     assert T.report_errors(lambda: tokenize_text.main([str(path), *words])) == 2
-    line = "--out a.tokens exists: name another folder"
+    line = "--out a.tokens exists: pass another directory"
     assert capsys.readouterr() == ("", f"error: {line}\n")
