@@ -111,7 +111,7 @@ def test_data_may_be_in_the_current_folder_or_next_to_the_script(tmp_path, monke
         T.UserError, match="no folder .*fineweb10B: run data/cached_fineweb10B.py, or pass"
     ):
         T.data_folder(replace(cfg, data=T.Config.data))
-    of_text = "no folder .*none: --data TEXT makes it again if the text is the same; else --start "
+    of_text = "no folder .*none: pass --data TEXT with the same text, or train on another: --start "
     with pytest.raises(T.UserError, match=of_text):  # the deleted tokens of a run
         T.data_folder(replace(cfg, data=str(tmp_path / "none")))
 
