@@ -25,7 +25,7 @@ To learn how it works, read Part I from the top, then any sections of Part II:
     PART IV, around a run         set-up, checks, checkpoints, log, several hosts, command line
     PART V, fast on hardware      compilation, communication, kernels (`--set kernels=plain`)
 
-Terms:
+Terms (records/IDEAS.md has more, with their names in papers):
     record N    entry N in upstream's list of records
     row         one sequence of a batch; also one vector of an embedding table
     stream      the residual stream; the token stream is the concatenated training data
