@@ -2,10 +2,10 @@
 
 `speedrun` trains the model of record 92 of the modded-nanogpt speedrun
 (github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024; "upstream" below) on 329 M tokens of
-FineWeb, in 1194 steps, to a validation loss of 3.28. `tiny` is a toy version of the same model;
-`plain` is a plain GPT. Parameters are a dict of arrays. Muon, Adam, data parallelism, the data
-loader, TPU and GPU kernels and exact checkpoints are all in this file. Each idea of the record can
-be switched off.
+FineWeb in 1194 steps; the target is a validation loss of 3.28. `tiny` is a toy version of the same
+model; `plain` is a plain GPT. Parameters are a dict of arrays. Muon, Adam, data parallelism, the
+data loader, TPU and GPU kernels and exact checkpoints are all in this file. Each idea of the record
+can be switched off.
 
 Measured so far: two CPU cores train `tiny` in less than a minute. Commit 21b3d1f ran all steps of
 `speedrun` on one H200 in 54 s, at an eighth of the batch size. This version has not run on a GPU
@@ -20,17 +20,19 @@ To learn how it works, read Part I from the top, then any sections of Part II:
 
     PART I, the core              a GPT and its training in plain JAX: model, loss, optimizers,
                                   training loop; then settings, schedule and batches
-    PART II, the ideas            the record's ideas, one per section (`--set without=NAME`)
+    PART II, the ideas            the record's ideas, one per section (disabled by `without=NAME`)
     PART III, the data            reading shards and prefetching batches
     PART IV, around a run         set-up, checks, checkpoints, log, several hosts, command line
-    PART V, fast on hardware      compilation, communication, kernels (`--set kernels=plain`)
+    PART V, fast on hardware      compilation, communication, kernels (disabled by `kernels=plain`)
 
 Terms (records/IDEAS.md has more, with their names in papers):
     record N    entry N in upstream's list of records
-    row         one sequence of a batch; also one vector of an embedding table
+    row         one sequence of a batch; also one vector of a table
+    table       an array of vectors that are looked up by id
+    head        one of the attention heads; also the output projection to the vocabulary
     stream      the residual stream; the token stream is the concatenated training data
     bank        a stack of equally shaped matrices [matrices, rows, cols]
-    copies      the arrays used in the forward pass; large ones are bfloat16
+    copies      the arrays used in the forward pass; large ones have cfg.compute_dtype
 
 Suffixes of array names give their axes, as in x_btd: b rows of a batch, t tokens or queries, s
 keys, d model width, n heads, h head width, f MLP width, v vocabulary.
@@ -111,12 +113,13 @@ def require(holds, reason: str):
 #     grads0, grads1, ...  forward and backward pass (grads_step), one program per batch shape
 #     anvil                updates matrices every step, with Muon or its extension ANVIL
 #     adam                 updates the embedding, the head and small parameters every second step
-#     tables               updates value and n-gram tables less often (not in `plain`)
+#     tables               updates value and n-gram tables, with more accumulation (not in `plain`)
 #     finish, eval         averages the last weights; computes the validation loss
 # shard_map runs each program on every device, like the ranks of torchrun: lax.psum is an all-reduce
-# over AXIS, psum_scatter a reduce-scatter. The training state holds float32 parameters. Large
-# parameters also have a bfloat16 copy for the forward pass, and are sharded across devices. The
-# copies of matrices are sharded as well, and gathered every step (FSDP).
+# over AXIS, psum_scatter a reduce-scatter. The training state holds float32 parameters; large
+# parameters are sharded across devices, and have a copy in bfloat16 for the forward pass. (The
+# n-gram table is bfloat16 and has no copy.) Copies of matrices are sharded, too, and gathered every
+# step (FSDP).
 #
 # Settings (Layer, Stage, Config) and batches (Rows) come later in Part I; skim them first. A row of
 # tokens [t + 1] contains the inputs and the last target.
@@ -127,10 +130,10 @@ def require(holds, reason: str):
 class Kernels(NamedTuple):
     """Functions that Part V can replace with faster kernels. Results match up to rounding."""
 
-    attend: Callable  # q, k, v -> outputs of all heads; without kernels: attend_heads
-    cross_entropy: Callable  # hidden states -> loss; without kernels: cross_entropy
-    add_rows: Callable  # gradient of a table lookup; without kernels: scatter_rows
-    blend: Callable  # per-token weighted sum of arrays; without kernels: blend
+    attend: Callable  # packed q, k, v -> outputs of all heads; default: attend_heads
+    cross_entropy: Callable  # hidden states -> loss; default: cross_entropy
+    add_rows: Callable  # gradient of a table lookup; default: scatter_rows
+    blend: Callable  # per-token weighted sum of arrays; default: blend
 
 
 class Model(NamedTuple):
@@ -155,8 +158,8 @@ class Inputs(NamedTuple):
 
 
 def forward(model: Model, looked_up: dict, rows: Rows):
-    """Return the final normalized hidden states [b, t, d]. `looked_up` maps table names to the
-    embedding vectors of all tokens (look_up).
+    """Return the final normalized hidden states [b, t, d]. `looked_up` maps table names to
+    looked-up vectors (look_up).
 
     Each `if` with a quoted section title adds an idea of the record. Without them this is a plain
     GPT."""
@@ -205,7 +208,7 @@ def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: 
     terms = [(1.0, x)]  # (weight, array) pairs for mix
     if cfg.lambdas:  # "Value tables, smear, learned scalars"
         terms = [(params["resid_lambdas"][i, 0], x)]
-    if layer.skip:  # "Gates from small MLPs": without a factor on x, as upstream
+    if layer.skip:  # "Gates from small MLPs": no factor on x here, as in upstream
         learned = params["skip_lambda"][cfg.layers_with("skip").index(i)]
         weight = jax.nn.sigmoid(learned) * gates["skip", i]
         terms = [(1.0, x), (weight, outputs[i - layer.skip])]
@@ -251,8 +254,8 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
 
 
 def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
-    """Return the attention output of layer `i`, [b, t, d]. See HeadInputs for `added` and
-    `gates`."""
+    """Return the attention output of layer `i`, [b, t, d]. HeadInputs explains `added`;
+    `gates` come from `coefficients`."""
     cfg, hyper, params = model.cfg, model.hyper, model.params
     heads = heads_of(cfg, i, model.stage.windows if model.stage else cfg.val_windows)
     kind = 1 if cfg.layers[i].attends == "long" else 0  # index in Hyper.freqs and Hyper.scales
@@ -285,11 +288,11 @@ def mlp(model: Model, i: int, x_btd):
 
 
 def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
-    """Return layer `i`'s (stacked q, k and v projections [columns, d], used as x @ W.T; output
-    projection [d, n v_width], used as y @ W.T), sliced from the banks (see param_specs).
+    """Slice the projections of layer `i` from the banks (see param_specs). Return (q, k and v
+    stacked [q + k + v widths, d], used as x @ W.T; output [d, n v_width], used as y @ W.T).
 
     All layers store matrices of the same shape. Layers with narrower heads use only the first rows
-    or columns of each head; unused rows get zero gradients."""
+    or columns of each head; the unused ones get zero gradients."""
     n, d = cfg.heads, cfg.width
     kv = heads.kv or n
     number = cfg.layers_with("attends").index(i)
@@ -307,8 +310,8 @@ def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
 
 
 def mlp_weights(cfg: Config, params: dict, i: int) -> tuple:
-    """Return layer `i`'s (up-projection, used as x @ W.T; down-projection, used as h @ W), both
-    [f, d]. Two parallel MLPs are concatenated into a single MLP of twice the width."""
+    """Slice the projections of layer `i`, [f, d] each, from the bank. Return (up-projection, used
+    as x @ W.T; down-projection, used as h @ W). Two parallel MLPs become one twice as wide."""
     first = sum(layer.mlps for layer in cfg.layers[:i])
     numbers = range(first, first + cfg.layers[i].mlps)
     bank = params["mlp_bank"]
@@ -337,11 +340,11 @@ def mix(*terms):
 def norm(x):
     """RMSNorm over the last axis, without a learned scale. Statistics are float32."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    epsilon = 2.0**-23  # of float32
+    epsilon = 2.0**-23  # float32 machine epsilon
     return (x * lax.rsqrt(square + epsilon)).astype(x.dtype)
 
 
-# ---- Attention: the heads of a layer, and the reference for all kernels -------------------------
+# ---- Attention: the heads of a layer, and the reference for kernels -------------------------
 
 
 @dataclass(frozen=True)
@@ -351,7 +354,7 @@ class Heads:
     count: int
     qk_width: int  # query/key dimension per head
     v_width: int  # value/output dimension per head
-    window: int  # number of earlier tokens each token attends to; half of that if `paired`
+    window: int  # number of earlier positions each position attends to (paired: two per token)
     paired: bool = False  # two heads attend as one (pair_heads)
     offset: bool = False  # half of each key comes from the previous token (key_offset)
     normed: bool = True  # use QK norm
@@ -430,9 +433,9 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
 def positions(t: int, heads: Heads):
     """Return RoPE positions, int [t, 1], or [t, n] for paired heads.
 
-    A pair of heads attends over 2t positions: even heads use positions 2t, odd heads 2t + 1. But
-    pair_heads puts the first half of the heads at 2t and the second half at 2t + 1. This is a bug
-    in upstream, kept here so that the losses match."""
+    A pair of heads attends over two positions per token: for token i, even heads use position 2i,
+    odd heads 2i + 1. But pair_heads puts the first half of the heads at 2i and the second half at
+    2i + 1. This is a bug in upstream, kept here so that the losses match."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
         return token
@@ -442,8 +445,8 @@ def positions(t: int, heads: Heads):
 def rope_tables(freqs, positions_tn, width: int):
     """Return (cos, sin) of the RoPE angles, float32 [t, n or 1, width / 2].
 
-    The first pairs of dimensions rotate at `freqs`. The remaining pairs (half of them in long
-    layers) have angle 0 and match content regardless of position."""
+    The first pairs of dimensions rotate at `freqs`. The remaining pairs, half of all pairs in long
+    layers, have angle 0, so they match content regardless of position."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     others = width // 2 - freqs.shape[0]
     padding = [(0, 0), (0, 0), (0, others)]
@@ -462,7 +465,7 @@ def rope(x_btnh, cos_tnh, sin_tnh):
 
 
 def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Causal sliding-window attention, [b, t, n, h]: the reference for all kernels.
+    """Causal sliding-window attention, [b, t, n, h]: the reference for kernels.
 
     Each token attends to itself and the `window` tokens before it, within its segment. Scores and
     softmax are float32. `window` is static; `scale` may be traced. This materializes all t x t
@@ -483,9 +486,9 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     """Return (weighted training loss, unweighted next-token loss for the log), both float32 sums.
 
-    The training loss is differentiated with respect to `params`, which override Model.params, and
-    `looked_up`. As in upstream, it is summed over the tokens of a row and averaged over rows, so it
-    scales with the row length. Muon and Adam are scale-invariant, but their moments take a while to
+    The training loss is differentiated with respect to `params` and `looked_up`; `params` override
+    Model.params. As in upstream, it is summed over the tokens of a row and averaged over rows, so
+    it scales with row length. Muon and Adam are scale-invariant, but their moments take a while to
     adapt when the row length changes."""
     model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
@@ -535,8 +538,8 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
 
     Shapes: features [t, d], head [v, d], targets (int) and weights (float) [t, targets]. The
     unweighted sum skips tokens whose first weight is 0. See mix_pointed for `pointed`. Logits are
-    recomputed in the backward pass. If logits are capped, training uses the equivalent
-    fused_cross_entropy (Part V)."""
+    recomputed in the backward pass. With kernels and capped logits, fused_cross_entropy (Part V)
+    replaces this."""
     wide_vd = head_vd.astype(jnp.float32)  # accumulate its gradient over chunks in float32
 
     @jax.checkpoint
@@ -602,10 +605,10 @@ def chunk_count(tokens: int, most: int) -> int:
 
 
 class AdamRates(NamedTuple):
-    """Hyperparameters of one Adam update."""
+    """Inputs of `adam` besides the arrays."""
 
     lr: jax.Array
-    decay: float  # an update subtracts lr * lr * decay * weight, as upstream
+    decay: float  # an update subtracts lr * lr * decay * weight, as in upstream
     count: jax.Array  # number of the update, from 1
     betas: tuple[float, float]
     eps: float
@@ -615,8 +618,8 @@ class AdamRates(NamedTuple):
 def adam_rates(cfg: Config, spec: ParamSpec, hyper: Hyper, steps: int) -> AdamRates:
     """Return the AdamRates for an update with the summed gradients of `steps` steps.
 
-    If tables are updated half as often, their betas are squared and their weight decay is doubled
-    to compensate (record 92)."""
+    When tables are updated half as often, after table_change, their betas are squared and their
+    weight decay is doubled to compensate (record 92)."""
     span, count = 1, hyper.adam_count
     if spec.updated_by == "tables":  # "Updates of tables"
         span, count = steps / cfg.table_every[0], hyper.table_count
@@ -719,13 +722,13 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     init: Callable | float | np.ndarray  # function (key, shape) -> float32 array, or the values
-    optimizer: str  # anvil, adam, or rows (Adam with one second moment per table row)
+    optimizer: str  # anvil, adam, or rows (Adam with only one second moment per table row)
     updated_by: str  # which program updates it: anvil, adam or tables
     lr: float
-    decay: float = 0.0  # an update subtracts lr * lr * decay * weight (ANVIL: * scale)
+    decay: float = 0.0  # an update subtracts lr * lr * decay * weight (ANVIL: * lr_factors)
     betas: tuple[float, float] = (0.0, 0.0)  # for adam and rows
     lr_factors: tuple[float, ...] = ()  # for anvil: learning-rate factor of each matrix in the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, its weight in the end)
+    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, its final weight)
     rescaled: bool = False  # averaging keeps the norm of the weights
     sharded: bool = True  # across devices along axis 0; small parameters are replicated
     dtype: str = "float32"
@@ -745,7 +748,7 @@ def moments(cfg: Config, spec: ParamSpec) -> dict[str, tuple[int, ...]]:
     return kept
 
 
-NGRAMS = "ngram_table"  # has no compute copy, and a separate gradient exchange
+NGRAMS = "ngram_table"  # has no compute copy, and its own gradient exchange
 
 
 @functools.cache
@@ -755,8 +758,8 @@ def param_specs(cfg: Config) -> dict[str, ParamSpec]:
     Matrices of equal shape are stacked into banks, so that ANVIL needs one batched call per shape:
         qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention layer (x @ W.T).
             The record has six [256, 768] matrices per layer, each with two heads of q or k.
-        vo_bank [2 per attention layer, d, d]: v, then o (x @ W.T). With kv_heads, vo_bank holds
-            only o, and v_bank holds v [1 per attention layer, kv_heads h, d].
+        vo_bank [2 per attention layer, d, d]: v, then o (x @ W.T). If query heads share keys and
+            values, vo_bank holds only o, and v_bank v [1 per attention layer, kv_heads * h, d].
         mlp_bank [2 per MLP, f, d]: up-projection (x @ W.T), then down-projection (h @ W). The
             record zero-initializes down-projections, so each MLP starts as a no-op.
     """
@@ -766,14 +769,14 @@ def param_specs(cfg: Config) -> dict[str, ParamSpec]:
     mlps = sum(layer.mlps for layer in cfg.layers)
     per_matrix = cfg.qk_heads or n  # heads per matrix of q or k
     # Orthogonalized updates have unit singular values, so each element of a wide output changes
-    # less. sqrt(f / d) compensates for this (Jordan et al. 2024). The factor of 2 for
+    # less. sqrt(f / d) compensates for this in up-projections (Jordan et al. 2024). Twice that for
     # down-projections is empirical (record 48).
     up_rate = math.sqrt(max(1, f / d))
     mlp_rates = (up_rate, 2 * up_rate) * mlps  # up, down, up, down, as stored
     # All up-projections, then all down-projections: the order of in_pairs.
     mlp_init = (1.0,) * mlps + (cfg.down_init,) * mlps
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_init, mlp_rates)
-    # Learning rate, weight decay and betas of the record.
+    # Factors on lr_adam and decay_adam, and betas.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     vo_init = (1.0, cfg.o_init) * attentions
     if cfg.shared:  # v has fewer rows than o, so it needs a separate bank
@@ -788,13 +791,13 @@ def param_specs(cfg: Config) -> dict[str, ParamSpec]:
     if cfg.shared:
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
     table = with_ideas(cfg, table)  # "Parameters of the ideas"
-    # Skip empty parameters, e.g. banks if no layer has an MLP, or gate MLPs if gate_width=0.
+    # Skip empty parameters, e.g. the MLP bank if no layer has an MLP.
     return {name: spec for name, spec in table.items() if math.prod(spec.shape)}
 
 
 def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> ParamSpec:
-    """Return a ParamSpec that is updated with Adam. `rates` are factors on lr_adam and decay_adam;
-    `fields` override other ParamSpec fields."""
+    """Return the ParamSpec of a parameter that Adam updates. `rates` are factors on lr_adam and
+    decay_adam; `fields` override other ParamSpec fields."""
     lr, decay = rates
     rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
     kinds = {"optimizer": "adam", "updated_by": "adam"}
@@ -815,7 +818,7 @@ def by_anvil(cfg: Config, shape, init_scales=1.0, lr_factors: tuple = ()) -> Par
 
 
 def in_pairs(init: Callable, key, shape):
-    """Initialize a bank of matrix pairs: first the first matrix of each pair, then the second. (The
+    """Initialize a bank of matrix pairs, drawing all first matrices before all second ones. (The
     order of the random draws is part of the recipe.)"""
     halves = init(key, shape).reshape(2, -1, *shape[1:])
     return halves.swapaxes(0, 1).reshape(shape)
@@ -876,10 +879,9 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """Return the arrays used in the forward pass: large parameters cast to cfg.dtype, small
     parameters unchanged.
 
-    `gather` all-gathers a table. Banks stay sharded and are gathered every step. The n-gram table
-    has no copy, so each device only needs memory for its shard. Value tables are split into one
-    array per layer, because TPU lookups are twice as fast if a table fits into VMEM (predicted,
-    records/NOTES.md)."""
+    `gather` all-gathers a table. The n-gram table has no copy, so each device only needs memory for
+    its shard. Value tables are split into one array per layer, because TPU lookups should be twice
+    as fast if a table fits into VMEM (a prediction, records/NOTES.md)."""
     copies = {}
     for name, x in params.items():
         spec = param_specs(cfg)[name]
@@ -888,7 +890,7 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
         copies[name] = x.astype(cfg.dtype) if spec.sharded else x
         if spec.sharded and spec.optimizer != "anvil":
             full = gather(copies[name])
-            copies[name] = full[: spec.shape[0]]  # without padding (abstract_state)
+            copies[name] = full[: spec.shape[0]]  # without padding rows (abstract_state)
         if name == "value_tables":
             copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
     return copies
@@ -908,9 +910,9 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
     """Return (gradients, mean loss over all devices, number of dropped n-grams) for one step.
 
-    Bank gradients are reduce-scattered. All other gradients come from this device's rows only, in
-    the shapes and dtypes of the copies, and are summed over devices in update_step. `table` is this
-    device's shard of the n-gram table."""
+    Bank gradients are reduce-scattered. N-gram gradients are sent to the devices that own their
+    rows. All other gradients come from this device's rows only, in the dtypes of the copies, and
+    are summed over devices in update_step. `table` is this device's shard of the n-gram table."""
     model, requested, scatter_banks = gathered_model(cfg, kernels, stage, copies, table, batch)
     total, grads = gradients_of(model, batch.rows)
     grads = {name: in_copy_dtype(grad, model.params[name]) for name, grad in grads.items()}
@@ -918,7 +920,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     if cfg.ngram_rows:  # "Hashed n-gram table"
         dropped = dropped_ngrams(batch.rows.slots)
     numbers = lax.psum(jnp.stack([total / stage.batch_tokens, dropped]), AXIS)
-    if cfg.ngram_rows:  # "Hashed n-gram table": sent after the loss
+    if cfg.ngram_rows:  # "Hashed n-gram table": the exchange follows the psum
         numbers, grads[NGRAMS] = send_to_owners(requested, grads[NGRAMS], numbers)
     grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})  # psum_scatter
     loss, dropped = numbers
@@ -992,8 +994,8 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 
 
 def look_up(tables: dict, ids: dict) -> dict:
-    """Look up `ids` [...] in each table: table name -> vectors [..., d], or a list of them for
-    value_tables, which is a list of tables."""
+    """Look up `ids`, table name -> [...]. Return table name -> vectors [..., d], for value_tables a
+    list with one array per table."""
 
     def rows_at(table, wanted):
         return table.at[wanted].get(mode="promise_in_bounds")
@@ -1049,8 +1051,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
 
     Each device updates its shard of every large parameter. Gradients of the head, embedding and
     value tables are reduce-scattered first, and the updated shards are all-gathered, both in the
-    compute dtype as in upstream. Bank gradients arrive reduce-scattered, and bank copies stay
-    sharded. The n-gram table has a separate exchange."""
+    compute dtype as in upstream."""
     new = {kind: dict(arrays) for kind, arrays in state.items()}
     norms = {}
     for name, grads in due.items():
@@ -1083,12 +1084,12 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
 
 
 def sum_over_devices(cfg: Config, spec: ParamSpec, grads: tuple):
-    """Sum the gradients of several steps over all devices, in float32. Return this device's shard,
-    or the full array for a replicated parameter."""
+    """Sum the gradients of several steps over all devices. Return this device's shard, or the full
+    array for a replicated parameter, in float32. (Tables are sent in cfg.dtype.)"""
     if spec.sharded and spec.optimizer != "anvil":
         return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
     grad = sum(x.astype(jnp.float32) for x in grads)
-    if spec.sharded:  # a bank: already summed over devices by grads_step
+    if spec.sharded:  # a bank, which grads_step has already summed over devices
         return grad
     return lax.psum(grad, AXIS)
 
@@ -1123,7 +1124,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
     """Return (mean loss in nats per token, number of dropped n-grams) over validation `batches`.
-    `loss` is the compiled eval_step."""
+    `loss` is the compiled eval_step, as a function of the batch alone."""
     results = jax.device_get([loss(batch) for batch in batches])
     total, dropped = np.sum(results, axis=0, dtype=np.float64)
     return float(total) / cfg.val_tokens, int(dropped)
@@ -1136,8 +1137,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     """Train from scratch, or from the checkpoint `saved`, and return the run directory.
 
     The clock includes training steps, data loading, intermediate checkpoints and the final
-    averaging, but not setup (`prepare` in Part IV), validation or the final checkpoint. Checkpoints
-    and stops after a signal wait until all accumulated gradients have been applied."""
+    averaging, but not setup (`prepare` in Part IV), validation or the final checkpoint. Checkpoints,
+    and stops requested by a signal, are delayed until all accumulated gradients are applied."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
     state, copies, loader = ready.state, ready.copies, ready.loader
@@ -1166,10 +1167,10 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
     with contextlib.closing(ready.batches) as batches:
         for step in range(first, cfg.steps):
-            is_new = step > first or not saved  # otherwise it is saved and validated already
+            is_new = step > first or not saved  # a checkpoint's own step is already validated
             if is_new and cfg.val_every and step % cfg.val_every == 0:
                 validate_after(step)
-            # 0 without a signal. All hosts get it at the same step (counted from process start).
+            # Signal or 0. All hosts see the signal at the same step, counted from process start.
             signalled = ready.stop_signal(step - first)
             if signalled and not waiting:
                 pause()
@@ -1213,8 +1214,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         table = state["params"].get(NGRAMS)
         trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
         demonstrate(log, trained)
-    missing = log.facts.get("missing")  # the error of a checkpoint
-    require(not missing, f"the run has ended well, but {missing}")
+    missing = log.facts.get("missing")  # error of a failed checkpoint, if any
+    require(not missing, f"the run is complete, but {missing}")
     return log.folder
 
 
@@ -1241,18 +1242,18 @@ class Layer:
     skip: int = 0  # add the gated output from this many layers back; 0 disables it
     reads_back: int = 0  # attention reads the output from this many layers back; 0: the stream
     new_gates: bool = False  # compute new gates from the stream, for this and later layers
-    mudd: bool = False  # last layer only: per-token weights for all terms (mudd_layer)
+    mudd: bool = False  # last layer only: per-token weights for all its inputs (mudd_layer)
     mlps: int = 1  # number of parallel MLPs
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase of training with one batch shape. Sizes are in tokens."""
+    """A phase of training with one batch size and row length. Sizes are in tokens."""
 
-    share: float  # fraction of the schedule; 0 only for a last stage of Config.extension steps
+    share: float  # fraction of the schedule; 0 only for a final stage of Config.extension steps
     batch_tokens: Positive[int]  # global batch size
     row_tokens: Positive[int]  # sequence length
-    doc_cap: int  # truncate documents to this length; 0: rows ignore document boundaries
+    doc_cap: int  # truncate documents to this length; 0: cut rows regardless of documents
     windows: Positive[tuple[int, int]]  # attention windows of short and long layers
     lr_factor: float = 1.0  # factor on all learning rates
     loss_weights: tuple[float, ...] = (1.0,)  # of the next token, the token after it, ...
@@ -1288,7 +1289,7 @@ class Config:
         Layer(x0=True, ngram=True, new_gates=True),
         Layer("short", paired=True, x0=True, ngram=True),
         Layer(skip=3),  # adds the output of layer 3
-        Layer(x0=True, mlps=0),  # only adds the embedding, for layer 10
+        Layer(x0=True, mlps=0),  # only adds the embedding
         Layer("short", narrow=True, values=True, mlps=2),
         Layer(ngram=True),
         Layer("long", values=True, gated=True, reads_back=3, mudd=True),  # reads layer 7
@@ -1300,8 +1301,8 @@ class Config:
     vocab: int = 50304  # embedding rows: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # tokenizer vocabulary size
     bos: int = 50256  # token id at the start of each document
-    # Tokenizer. "bpe" needs its merges next to the shards. "ids" is any other tokenizer; without
-    # token bytes, prefixes, normalized n-grams and text samples are unavailable.
+    # Tokenizer. "bpe" needs its merges next to the shards. "ids" is any other tokenizer: its token
+    # bytes are unknown, so there are no prefixes, normalized n-grams or text samples.
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # hash table rows, half of them for bigrams; 0 disables n-grams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # "normalised" ignores case, accents
@@ -1326,8 +1327,10 @@ class Config:
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)
     pointer_width: int = 0  # query/key width of the copy pointer (pointer_probs); 0 disables
     pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # block size: training, validation
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # activations and the n-gram table
-    # Schedule. Batch size, windows and document length grow; the batch shrinks in the end.
+    compute_dtype: Literal["bfloat16", "float32"] = (
+        "bfloat16"  # also of copies and the n-gram table
+    )
+    # Schedule. Batch size, windows and document length grow; the batch shrinks at the end.
     start: str = ""  # checkpoint with initial parameters; "" means random initialization
     steps: Positive[int] = 1194
     extension: int = 20  # steps after the schedule: lowest learning rate, widest windows
@@ -1357,7 +1360,9 @@ class Config:
     # Optimizers. param_specs has per-parameter factors.
     muon: bool = True  # orthogonalize matrix updates; False only rescales them (as_large)
     lr_anvil: float = 0.023
-    decay_anvil: float = 2.25  # weight decay per step: lr * lr * decay_anvil * ParamSpec.lr_factors
+    decay_anvil: float = (
+        2.25  # weight decay per update: lr * lr * decay_anvil * ParamSpec.lr_factors
+    )
     momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (momentum_at)
     momentum_warmup: Positive[int] = 240  # steps
     momentum_cooldown: int = 50  # steps
@@ -1367,17 +1372,17 @@ class Config:
     equalize_rate: float = 0.1  # 1 - beta of the second moments in `equalize`; 0 disables it
     cautious: bool = True  # weight decay only where the update shrinks the weight
     lr_adam: float = 0.008
-    decay_adam: float = 0.005  # weight decay per step: lr * lr * decay_adam
+    decay_adam: float = 0.005  # weight decay per update: lr * lr * decay_adam, times a factor
     adam_eps: Positive[float] = 1e-10
     # Adam betas of mixing weights, and of gates and other scalars
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
     adam_every: Positive[int] = 2  # steps of gradient accumulation per Adam update
     table_every: tuple[int, int] = (2, 4)  # the same for tables, before and after table_change
     table_change: int = 336  # step
-    tail: int = 298  # average head, embedding and matrices over this many last steps; 0 disables
-    tail_average: int = 250  # the same for value tables, and for a second average of v, o, MLPs
+    tail: int = 298  # average head, embedding and matrices over the last 298 steps; 0 disables
+    tail_average: int = 250  # the same for value tables, and a second average of v, o and MLPs
     # Validation
-    val_tokens: Positive[int] = 10_485_760  # the first tokens of the validation split
+    val_tokens: Positive[int] = 10_485_760  # from the start of the validation split
     val_every: int = 0  # steps between validations; 0 validates only at the end
     val_batch: Positive[int] = 2_097_152  # tokens per validation batch
     val_row: Positive[int] = 262_144  # tokens per validation row
@@ -1404,7 +1409,7 @@ class Config:
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
+        """Dimensions per attention head."""
         return self.width // self.heads
 
     @property
@@ -1418,7 +1423,7 @@ class Config:
         return self.kv_heads not in (0, self.heads)
 
     def layers_with(self, what: str) -> tuple[int, ...]:
-        """Indices of the layers with the field `what`, in the order of banks and tables."""
+        """Indices of the layers whose field `what` is set, in the order of banks and tables."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
@@ -1460,7 +1465,7 @@ class Config:
 
 # fmt: off
 PRESETS = {
-    "plain": None,  # a plain GPT: `tiny` without all IDEAS except PLAIN_HAS (set after `override`)
+    "plain": None,  # `tiny` with only the ideas in PLAIN_HAS; set below, after `override`
     # A toy version of `speedrun`: a minute on two cores. It has one stage, because each batch shape
     # takes several seconds to compile.
     "tiny": Config(
@@ -1484,8 +1489,8 @@ PRESETS = {
         data="data/builtin", sample_tokens=80,
     ),
     "speedrun": Config(),
-    # `speedrun` with the copy pointer, in fewer steps. The stages of record 92 run for 320, 361,
-    # 374 + 52, 67 and 20 steps. Here they are scaled by 988 / 1122, except for the 52 and 20.
+    # `speedrun` with the copy pointer, in fewer steps: as in pull request 379, the stages are about
+    # 12 % shorter, except for 52 steps of the third stage and the 20 steps of the extension.
     "pointer": Config(
         preset="pointer", pointer_width=128, steps=1060,
         stages=tuple(
@@ -1502,8 +1507,8 @@ LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
 class Hyper(NamedTuple):
-    """Hyperparameters that change every step, sent with each batch as float32. Anything that
-    affects shapes (rows, windows, candidates) is compiled into the programs instead."""
+    """Hyperparameters that can change every step, sent with each batch as float32. Rows, windows
+    and candidates are compiled into the programs instead."""
 
     lr: np.ndarray  # factor on all learning rates
     momentum: np.ndarray  # Nesterov momentum of `anvil`
@@ -1555,7 +1560,7 @@ class Update(NamedTuple):
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
-    """Return the Schedule of a run."""
+    """Compute the Schedule for all steps of a run."""
     stage, _, _ = steps_in_stages(cfg)
     sampled = in_parts(cfg, "candidates")
     shapes = list(zip(stage.tolist(), sampled.tolist(), strict=True))
@@ -1595,7 +1600,7 @@ def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hyper_at(cfg: Config, step: int) -> Hyper:
-    """Return the Hyper of a step."""
+    """Return the Hyper of a step, rounded to float32."""
     columns = schedule(cfg).hyper
     return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
 
@@ -1643,7 +1648,7 @@ def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     """Return the initial RoPE frequencies, float32 [2, rotating pairs], and scales of q k^T [2],
     for short and long layers."""
     pairs = cfg.head_width // 2
-    if cfg.half_rope:  # RoPE on half of the dimensions
+    if cfg.half_rope:
         pairs = cfg.head_width // 4
     freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, pairs, dtype=np.float32)
     return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
@@ -1700,7 +1705,7 @@ class LoaderState(NamedTuple):
     """The run's position in the training data, saved in checkpoints."""
 
     cursor: int  # position in the token stream
-    offsets: tuple[int, ...]  # for each row of this process, its position in `candidates`
+    offsets: tuple[int, ...]  # for each row of this process, where it samples candidates next
 
 
 def train_batches(
@@ -1732,7 +1737,7 @@ def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, s
 
 
 def next_tokens(targets) -> Targets:
-    """Return Targets with targets [b, t] only; the prefixes are a placeholder."""
+    """Return Targets for the full vocabulary. The prefixes are an unused placeholder."""
     no_candidates = np.empty((len(targets), 0), np.int32)
     return Targets(no_candidates, targets, prefixes=targets)
 
@@ -4921,6 +4926,8 @@ def similar_settings(key: str) -> list[str]:
 def as_setting(word: str) -> str:
     """Return the --set that the user probably meant by the argument NAME=VALUE, or ""."""
     name, _, value = word.lstrip("-").partition("=")
+    if name in ("accelerator", "device", "platform"):
+        return "JAX_PLATFORMS=cpu (or cuda, tpu) before the command"
     keys = similar_settings(name)
     if keys not in FOREIGN.values():
         keys = keys[:1]

@@ -78,6 +78,7 @@ def refused(result) -> str:
         (["tiny", "--max-iters", "5", "-lr=1"], "mean --set lr_anvil=1 lr_adam=1"),
         (["tiny", "--batch_size=8"], "did you mean --set 'stages.*.batch_tokens=8'"),
         (["tiny", "--grad_clip=1"], "unrecognized arguments: --grad_clip=1 (see --help)"),
+        (["tiny", "--device=cpu"], "did you mean JAX_PLATFORMS=cpu (or cuda, tpu) before the c"),
         (["tiny", "steps=500"], ": for a setting write --set steps=500\n"),
         (["tiny", "max_iters=500"], ": for a setting write --set steps=500\n"),
         (["--set", "preset=speedrun"], "changes only a name: write the preset first"),

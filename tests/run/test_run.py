@@ -552,7 +552,7 @@ def test_a_disk_that_stays_full_leaves_the_last_good_checkpoint_and_the_result(
         "save",
         lambda path, *a, real=np.save: real(path, *a) if ".2" in str(path) else no_space(),
     )
-    words = "has ended well, but there is no checkpoint of step 8: the disk is full$"
+    words = "is complete, but there is no checkpoint of step 8: the disk is full$"
     with pytest.raises(T.UserError, match=words):
         train(replace(CFG, sample_tokens=5), tmp_path / "logs", say=said.append)
     (folder,) = (tmp_path / "logs").iterdir()
