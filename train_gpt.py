@@ -1137,8 +1137,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     """Train from scratch, or from the checkpoint `saved`, and return the run directory.
 
     The clock includes training steps, data loading, intermediate checkpoints and the final
-    averaging, but not setup (`prepare` in Part IV), validation or the final checkpoint. Checkpoints,
-    and stops requested by a signal, are delayed until all accumulated gradients are applied."""
+    averaging, but not setup (`prepare` in Part IV), validation or the final checkpoint. Checkpoints
+    and stops requested by a signal are delayed until all accumulated gradients are applied."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
     state, copies, loader = ready.state, ready.copies, ready.loader
