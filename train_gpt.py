@@ -7,10 +7,9 @@ model; `plain` is a plain GPT. Parameters are a dict of arrays. Muon, Adam, data
 data loader, TPU and GPU kernels and exact checkpoints are all in this file. Each idea of the record
 can be switched off.
 
-Measured so far: two CPU cores train `tiny` in less than a minute. Commit 21b3d1f ran all steps of
-`speedrun` on one H200 in 54 s, at an eighth of the batch size. This version has not run on a GPU
-yet, and no version has run on a TPU, so README.md only has predictions for a full `speedrun`. Tests
-compare losses, gradients and updates with upstream.
+Two CPU cores train `tiny` in less than a minute. Nobody has timed a full `speedrun` yet, and no
+version has run on a TPU: README.md has measurements of parts and predictions. Tests compare losses,
+gradients and updates with upstream.
 
     python train_gpt.py                    # without an accelerator: `tiny`
     python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
@@ -328,8 +327,8 @@ def squared_relu(x):
 def mix(*terms):
     """Return the weighted sum of (weight, array) pairs, in the dtype of the first array.
 
-    The sum is accumulated in float32. Weights are float32 as well, because their gradients are sums
-    over all tokens, which bfloat16 cannot represent accurately."""
+    The sum is accumulated in float32. Weights are float32, too, because their gradients are sums
+    over all tokens."""
     _, first = terms[0]
     total = 0.0
     for weight, x in terms:
@@ -364,8 +363,8 @@ class Heads:
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     """Return the Heads of layer `i`. `windows` are the short and long window.
 
-    In long layers, RoPE applies to only half of the query/key dimensions; short layers drop the
-    other half entirely (record 92). Narrow layers halve the value dimension."""
+    In long layers, RoPE applies to half of the query/key dimensions; short layers drop the other
+    half (record 92). Narrow layers halve the value dimension."""
     layer = cfg.layers[i]
     h = cfg.head_width
     is_long = layer.attends == "long"
@@ -433,9 +432,9 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
 def positions(t: int, heads: Heads):
     """Return RoPE positions, int [t, 1], or [t, n] for paired heads.
 
-    A pair of heads attends over two positions per token: for token i, even heads use position 2i,
-    odd heads 2i + 1. But pair_heads puts the first half of the heads at 2i and the second half at
-    2i + 1. This is a bug in upstream, kept here so that the losses match."""
+    Paired heads have two positions per token i: 2i for even heads, 2i + 1 for odd heads. But
+    pair_heads puts the first half of the heads at 2i. This upstream bug is kept so that losses
+    match."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
         return token
@@ -468,8 +467,8 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     """Causal sliding-window attention, [b, t, n, h]: the reference for kernels.
 
     Each token attends to itself and the `window` tokens before it, within its segment. Scores and
-    softmax are float32. `window` is static; `scale` may be traced. This materializes all t x t
-    scores; attend_band (Part V), the default without kernels, does not."""
+    softmax are float32. All t x t scores are materialized; attend_band (Part V), the default
+    without kernels, avoids that."""
     t = jnp.arange(q_btnh.shape[1])
     back_ts = t[:, None] - t[None]  # distance from query t to key s
     near_ts = (back_ts >= 0) & (back_ts <= window)
@@ -487,9 +486,8 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     """Return (weighted training loss, unweighted next-token loss for the log), both float32 sums.
 
     The training loss is differentiated with respect to `params` and `looked_up`; `params` override
-    Model.params. As in upstream, it is summed over the tokens of a row and averaged over rows, so
-    it scales with row length. Muon and Adam are scale-invariant, but their moments take a while to
-    adapt when the row length changes."""
+    Model.params. As in upstream, it is summed over the tokens of a row and averaged over rows. Muon
+    and Adam are scale-invariant, but their moments take a while to adapt to a new row length."""
     model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
     per_token = x_btd, *targets_ahead(model, rows.targets)  # features, targets, weights
@@ -511,9 +509,9 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
 def targets_ahead(model: Model, all_targets: Targets) -> tuple:
     """Return targets [b, t, targets] (int) and their loss weights (float32, same shape).
 
-    Target j of token i is token i + j + 1, even across document boundaries. `plain` uses only
-    j = 0. The next token's prefix may be an additional target. Weights are 0 past the end of a row
-    and in padding rows of a validation batch, which have targets of -1."""
+    Target j of token i is token i + j + 1 (in `plain` only j = 0), even in the next document. The
+    next token's prefix may be an additional target. Weights are 0 past the end of a row and in
+    padding rows, which have targets of -1."""
     ahead = jnp.ones(1)  # loss weight of each j
     stage = model.stage
     if stage:  # training
@@ -655,7 +653,7 @@ def anvil(cfg: Config, spec: ParamSpec, old: dict, grad, hyper: Hyper) -> dict:
     Without its extensions ANVIL is Muon (Jordan et al. 2024, record 4): each matrix's momentum is
     replaced with the nearest orthogonal matrix, so all directions are updated at the same rate.
     Cautious weight decay (Liang et al. 2024; record 43) applies only where the averaged gradient
-    shrinks the weight or, as in upstream, is 0."""
+    shrinks the weight or is 0."""
     param = old["params"]
     if cfg.slow_rate:  # "ANVIL": two averages of the gradient
         update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
@@ -757,11 +755,10 @@ def param_specs(cfg: Config) -> dict[str, ParamSpec]:
 
     Matrices of equal shape are stacked into banks, so that ANVIL needs one batched call per shape:
         qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention layer (x @ W.T).
-            The record has six [256, 768] matrices per layer, each with two heads of q or k.
+            The record has six matrices per layer, each with two heads of q or k.
         vo_bank [2 per attention layer, d, d]: v, then o (x @ W.T). If query heads share keys and
             values, vo_bank holds only o, and v_bank v [1 per attention layer, kv_heads * h, d].
-        mlp_bank [2 per MLP, f, d]: up-projection (x @ W.T), then down-projection (h @ W). The
-            record zero-initializes down-projections, so each MLP starts as a no-op.
+        mlp_bank [2 per MLP, f, d]: up-projection (x @ W.T), then down-projection (h @ W).
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
@@ -818,8 +815,7 @@ def by_anvil(cfg: Config, shape, init_scales=1.0, lr_factors: tuple = ()) -> Par
 
 
 def in_pairs(init: Callable, key, shape):
-    """Initialize a bank of matrix pairs, drawing all first matrices before all second ones. (The
-    order of the random draws is part of the recipe.)"""
+    """Initialize a bank of matrix pairs, drawing all first matrices before all second ones."""
     halves = init(key, shape).reshape(2, -1, *shape[1:])
     return halves.swapaxes(0, 1).reshape(shape)
 
@@ -842,8 +838,8 @@ def updated(cfg: Config, kind: str) -> list[str]:
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """Build a tree with the structure of the training state: kind -> name -> leaf(shape, dtype,
-    ParamSpec). Kinds are "params", the optimizer moments and the averages."""
+    """Build a tree like the training state: kind -> name -> leaf(shape, dtype, ParamSpec). Kinds
+    are "params", optimizer moments and averages."""
     state = {}
     for name, spec in param_specs(cfg).items():
         state.setdefault("params", {})[name] = leaf(spec.shape, jnp.dtype(spec.dtype), spec)
@@ -879,9 +875,8 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """Return the arrays used in the forward pass: large parameters cast to cfg.dtype, small
     parameters unchanged.
 
-    `gather` all-gathers a table. The n-gram table has no copy, so each device only needs memory for
-    its shard. Value tables are split into one array per layer, because TPU lookups should be twice
-    as fast if a table fits into VMEM (a prediction, records/NOTES.md)."""
+    `gather` all-gathers a table. Value tables are split into one array per layer, because TPU
+    lookups should be twice as fast if a table fits into VMEM (a prediction, records/NOTES.md)."""
     copies = {}
     for name, x in params.items():
         spec = param_specs(cfg)[name]
@@ -898,12 +893,10 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 
 # ---- The step: gradients and updates on every device --------------------------------------------
 
-# Banks and their optimizer state are sharded across devices (ZeRO, Rajbhandari et al. 2019). The
-# simple way is to gather banks before the forward pass and to reduce-scatter their gradients after
-# the backward pass:
-#     bank = lax.all_gather(shard, AXIS, tiled=True)
-#     grad_shard = lax.psum_scatter(grad, AXIS, tiled=True)
-# gather_banks (Part V) does this in an order that lets XLA overlap communication with computation.
+# Banks and their optimizer state are sharded across devices (ZeRO, Rajbhandari et al. 2019).
+# gather_banks (Part V) does the following in an order that lets XLA overlap communication:
+#     bank = lax.all_gather(shard, AXIS, tiled=True)  # before the forward pass
+#     grad_shard = lax.psum_scatter(grad, AXIS, tiled=True)  # after the backward pass
 # Tables are only gathered after their updates; reduce_scatter (Part V) sums their gradients.
 
 
@@ -1273,8 +1266,8 @@ class Config:
     """All settings of a run. A preset is a Config; `--set KEY=VALUE` replaces fields.
 
     The defaults are record 92, except for the n-gram table: it has half as many rows and hashes
-    normalized ids (pull request 375), which reaches the same loss according to published results.
-    The record itself uses ngram_rows=84602880 ngram_ids=raw."""
+    normalized ids, for the same loss (pull request 375). The record itself has
+    ngram_rows=84602880 ngram_ids=raw."""
 
     preset: str = "speedrun"
     without: str = ""  # comma-separated IDEAS to disable; "all" means all except PLAIN_HAS
@@ -3825,8 +3818,8 @@ def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
 def keeps_logits_narrow(cfg: Config, device) -> bool:
     """Return whether training on this kind of device stores logits in the compute dtype.
 
-    On TPUs, XLA fuses the loss into the matmuls. On GPUs, a kernel reads rounded logits (loss_rows;
-    not with a pointer). Otherwise float32 logits are materialized."""
+    On TPUs, XLA fuses the loss into the matmuls. On GPUs, loss_rows reads rounded logits. Otherwise
+    float32 logits are materialized."""
     loss = choose_kernels(cfg, device)[0].cross_entropy
     if device.platform == "tpu":
         return loss is not PLAIN.cross_entropy
@@ -4142,7 +4135,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
     """Open the log of a new run in `out`, or of a resumed run, whose files stay untouched for now.
-    `facts` holds run_facts and the shards, and must be identical on all processes.
+    `facts` must be identical on all processes.
 
     Raise UserError if the files cannot be written, or if the run's data has changed."""
     check_agreement(facts, saved)
@@ -4509,9 +4502,8 @@ def set_handlers(handlers: dict):
 def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
     """Install handlers for STOPS. Return a function step -> signal that asked to stop, or 0.
 
-    A second signal kills the process. Several processes must stop at the same step: after a SIGTERM
-    to any of them, JAX picks a step that all can reach. The function also warns if the process was
-    suspended (Ctrl-Z)."""
+    A second signal kills the process. After a SIGTERM to one of several processes, JAX picks a step
+    at which all can stop. The function also warns if the process was suspended (Ctrl-Z)."""
     alone = jax.process_count() == 1
     received = []  # (signal, time)
     agreed = []
@@ -5081,8 +5073,8 @@ def command_for(script, *words) -> str:
 
 
 def tell(line, stream=None):
-    """Print a line; if it ends with a carriage return, the next line overwrites it on a terminal.
-    A closed terminal or a full disk does not stop the run."""
+    """Print a line. A terminal overwrites a line that ends with a carriage return. A closed
+    terminal or a full disk does not stop the run."""
     stream = stream or sys.stdout
     try:
         stays = not str(line).endswith("\r")
@@ -5277,8 +5269,8 @@ FOR_OLD_GPUS = "'jax[cuda12]' 'nvidia-cudnn-cu12<9.11'"
 
 
 def check_hardware(cfg: Config):
-    """Raise UserError if JAX sees no accelerator and the preset needs one, or if the GPU is too old
-    for the installed CUDA. Run a first program, which fails if CUDA libraries do not match."""
+    """Raise UserError if the preset needs an accelerator and JAX sees none, or if the GPU is too
+    old for the installed CUDA. A first program fails early if CUDA libraries do not match."""
     device = jax.local_devices()[0]
     if device.platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         fix = "pip install 'jax[tpu]', or 'jax[cuda13]' (driver below 580: cuda12; V100, P100:"
