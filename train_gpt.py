@@ -5396,8 +5396,8 @@ def main(argv=None) -> int:
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """Compile all programs in threads: return ({key: executable}, {name: seconds}). Raise UserError
-    if a program needs too much memory."""
+    """Compile all programs in parallel and return ({key: executable}, {name: seconds}). Raise
+    UserError if a program needs too much memory."""
     every = programs(cfg, mesh, kernels)
     ready = itertools.count(1)
 
@@ -5411,7 +5411,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         say(f"{next(ready)} of {len(every)} programs are ready\r")
         return program, seconds
 
-    say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
+    say(f"compiling {len(every)} programs; this takes minutes on accelerators\r")
     pool = ThreadPoolExecutor(cpu_cores())
     try:
         built = {key: pool.submit(build, key, x.lower()) for key, x in every.items()}
@@ -5425,14 +5425,14 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     return compiled, seconds
 
 
-# Names of collectives in the compiler's options; the last two appear with more than eight chips.
+# Collective names in compiler options. The last two appear only with more than eight chips.
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 
 
 def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
-    """Return XLA's options for a backend. On TPUs they let the SparseCores run collectives and
-    scatters (predicted), but not gathers, which can be slower there (JAX issue 40553)."""
-    if backend == "gpu":  # XLA would keep activations in float32 where it fuses operations
+    """Return XLA compiler options. On TPUs, offload collectives and scatters to the SparseCores
+    (predicted to be faster), but not gathers, which can be slower there (JAX issue 40553)."""
+    if backend == "gpu":  # otherwise XLA keeps fused activations in float32
         return {"xla_allow_excess_precision": False}
     if backend != "tpu" or not cfg.sparse_cores:
         return {}
@@ -5445,7 +5445,7 @@ def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
 
 
 def compile_one(cfg: Config, mesh: Mesh, key, lowered):
-    """Return the executable of a lowered program, or raise UserError with a hint."""
+    """Compile a lowered program, or raise UserError with a hint."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -5464,7 +5464,7 @@ def compile_one(cfg: Config, mesh: Mesh, key, lowered):
 
 
 def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
-    """Run every program once on zeros, so that first-call costs are outside the clock."""
+    """Run every program once on zeros to keep first-call overhead out of the timed run."""
     every = programs(cfg, mesh, kernels)
     for key, program in compiled.items():
         layout = every[key].args
@@ -5478,32 +5478,32 @@ def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
 
 
 def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
-    """Return the layout of an array, sharded over `axes` of the mesh."""
+    """Return the layout of an array sharded over mesh `axes`."""
     sharding = NamedSharding(mesh, P(*axes))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def created_sharded(make: Callable, layout) -> Callable:
-    """Return `make`, jitted so that devices create only their shards of its results."""
+    """Return `make` jitted, so that each device creates only its own shards of the results."""
     shardings = jax.tree.map(lambda x: x.sharding, layout)
     return jax.jit(make, out_shardings=shardings)
 
 
 @functools.cache
 def abstract_state(cfg: Config, mesh: Mesh):
-    """Return the layout of the training state."""
+    """Return the training state layout."""
 
     def leaf(shape, dtype, spec):
         if not spec.sharded:
             return abstract(mesh, shape, dtype)
-        rows = -(-shape[0] // mesh.size) * mesh.size  # padded to a multiple of the devices
+        rows = -(-shape[0] // mesh.size) * mesh.size  # padded to a multiple of the device count
         return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
 
     return map_state(cfg, leaf)
 
 
 def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """Return a jitted function seed -> training state, equal on any mesh except for padding."""
+    """Return a jitted function seed -> training state. Only the padding depends on the mesh."""
     layout = abstract_state(cfg, mesh)
 
     def state(seed):
@@ -5514,7 +5514,7 @@ def start_state(cfg: Config, mesh: Mesh) -> Callable:
 
 
 def pad_rows(x, rows: int):
-    """Return `x`, padded with zeros to `rows` rows."""
+    """Zero-pad `x` to `rows` rows."""
     if len(x) == rows:
         return x
     other_axes = [(0, 0)] * (x.ndim - 1)
@@ -5523,7 +5523,7 @@ def pad_rows(x, rows: int):
 
 @functools.cache
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Return the layout of first_copies: banks are sharded, everything else is replicated."""
+    """Return the first_copies layout: banks are sharded, everything else is replicated."""
     params = abstract_state(cfg, mesh)["params"]
     shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
     banks = updated(cfg, "anvil")
@@ -5541,7 +5541,7 @@ def start_copies(cfg: Config, mesh: Mesh) -> Callable:
 
 
 def first_copies(cfg: Config, params, seed):
-    """Return the compute copies, and with them the signs of n-grams, which no update changes."""
+    """Return the compute copies, plus the n-gram signs, which updates never change."""
     copies = compute_copies(cfg, params)
     if cfg.signed:  # "Hashed n-gram table"
         copies["signs"] = sign_pool(cfg, seed)
@@ -5550,24 +5550,24 @@ def first_copies(cfg: Config, params, seed):
 
 @dataclass(frozen=True)
 class Program:
-    """Everything that is needed to compile a step for a mesh of devices, which need not exist."""
+    """Everything needed to compile a step. The devices in the mesh need not exist."""
 
     name: str  # shown in the log and in traces
     mesh: Mesh
     step: Callable
-    get_args: Callable  # returns the layout of the arguments
-    out: tuple  # PartitionSpec of each result; a result that is a pytree may have only one
-    donates: tuple = ()  # numbers of the arguments whose memory the results may reuse
-    options: dict = dataclasses.field(default_factory=dict)  # for the compiler
+    get_args: Callable  # returns the argument layouts
+    out: tuple  # PartitionSpec per result; a single one can cover a whole pytree
+    donates: tuple = ()  # indices of arguments whose memory the results may reuse
+    options: dict = dataclasses.field(default_factory=dict)  # compiler options
 
     @functools.cached_property
     def args(self) -> tuple:
-        """The layout of the arguments."""
+        """The argument layouts."""
         return self.get_args()
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
-        """The step as JAX traces it, which takes seconds."""
+        """The traced step. Tracing takes seconds."""
         specs = {"in_specs": specs_of(self.args), "out_specs": self.out}
         step = shard_map(self.step, mesh=self.mesh, check_vma=False, **specs)
         step.__name__ = self.name
@@ -5575,12 +5575,12 @@ class Program:
         return step.trace(*self.args)
 
     def lower(self) -> jax.stages.Lowered:
-        """Return the program, ready to be compiled."""
+        """Return the lowered step, ready to compile."""
         return self.traced.lower()
 
     @functools.cached_property
     def results(self) -> tuple:
-        """The layout of the results."""
+        """The result layouts."""
 
         def with_sharding(spec, result):
             return jax.tree.map(lambda x: abstract(self.mesh, x.shape, x.dtype, *spec), result)
@@ -5595,13 +5595,13 @@ def specs_of(layout):
 
 @functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
-    """Return all programs of a run: key (Gradients, Update, "finish" or "eval") -> Program. Nothing
-    is traced yet."""
+    """Return all programs of a run: key (Gradients, Update, "finish" or "eval") -> Program. No
+    program is traced yet."""
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
     built = {}
-    of_stage = {}  # one program of gradients per stage
+    of_stage = {}  # stage index -> one of its gradient programs
 
     def add(key, step: Callable, get_args: Callable, out: tuple, donates=()):
         built[key] = Program(str(key), mesh, step, get_args, out, donates, options)
@@ -5633,12 +5633,12 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
 
 
 def keys_of_steps(cfg: Config) -> list[Gradients | Update]:
-    """Return the keys of all programs that training steps run, in the order of their first use."""
+    """Return the keys of all training programs, in order of first use."""
     return list(dict.fromkeys(itertools.chain(*schedule(cfg).programs)))
 
 
 def batch_shape(cfg: Config, key: Gradients | str) -> tuple:
-    """Return (rows, tokens per row, candidates per row) of the batches of a program."""
+    """Return a program's batch shape: (rows, tokens per row, candidates per row)."""
     if key == "eval":
         return cfg.val_batch // cfg.val_row, cfg.val_row, 0
     stage = cfg.stages[key.stage]
@@ -5646,8 +5646,8 @@ def batch_shape(cfg: Config, key: Gradients | str) -> tuple:
 
 
 def update_args(cfg: Config, mesh: Mesh, update: Update, of_stage: dict) -> tuple:
-    """Return the layout of the arguments of an update. `of_stage` is from programs."""
-    any_stage = min(of_stage)  # only gradients of the n-gram table differ between stages
+    """Return the argument layouts of an update program. `of_stage` comes from `programs`."""
+    any_stage = min(of_stage)  # only n-gram table gradients differ between stages
     stages = update.stages or (any_stage,) * update.steps
     grads = [of_stage[stage].results[0] for stage in stages]
     due = {}
@@ -5657,12 +5657,12 @@ def update_args(cfg: Config, mesh: Mesh, update: Update, of_stage: dict) -> tupl
 
 
 def abstract_hyper(cfg: Config, mesh: Mesh) -> Hyper:
-    """Return the layout of a Hyper."""
+    """Return the Hyper layout."""
     return jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
 
 
 def abstract_batch(cfg: Config, mesh: Mesh, b: int, t: int, count: int) -> Batch:
-    """Return the layout of a Batch of b rows of t tokens, with `count` candidates per row."""
+    """Return the Batch layout for b rows of t tokens, with `count` candidates per row."""
 
     def by_rows(dtype, *shape):
         return abstract(mesh, shape, dtype, AXIS)
@@ -5683,15 +5683,15 @@ def abstract_batch(cfg: Config, mesh: Mesh, b: int, t: int, count: int) -> Batch
 
 
 def gather_banks(cfg: Config, copies, after):
-    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): return (`after`,
-    copies with full banks as lists of matrices, function that reduce-scatters their gradients).
-    XLA starts collectives as early as it can. The barrier delays the start until `after`, the
-    model's first input, is ready. The MLP bank is gathered in pieces, one matrix per device, so
-    that the first layers need not wait for all of it."""
+    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023). Return (`after`,
+    copies with full banks as lists of matrices, function that reduce-scatters bank gradients).
+    The MLP bank is gathered in pieces (one matrix per device), so that the first layers need not
+    wait for the whole bank."""
     banks = {name: copies[name] for name in copies if name in updated(cfg, "anvil")}
+    # XLA starts collectives as early as possible. Wait until `after`, the first input, is ready.
     after, banks = lax.optimization_barrier((after, banks))
 
-    def gather(name, bank):  # returns the matrices in the order of the full bank
+    def gather(name, bank):  # returns matrices in full-bank order
         pieces = matrices_of(bank) if name == "mlp_bank" else [bank]
         gathered = [matrices_of(GATHER(piece)) for piece in pieces]
         by_device = zip(*gathered, strict=True)
@@ -5706,14 +5706,14 @@ def gather_banks(cfg: Config, copies, after):
 
 @jax.custom_vjp
 def matrices_of(bank):
-    """Return the matrices [1, rows, d] of a bank. XLA would pad the gradients of slices to the full
-    bank and add them; join_matrices does not."""
+    """Split a bank into matrices [1, rows, d]. Without join_matrices, XLA pads the gradient of each
+    slice to the full bank and then adds up the padded gradients."""
     return lax.split(bank, (1,) * len(bank))
 
 
 def join_matrices(_, grads):
-    """Return the gradient of a bank. On GPUs each matrix is copied while others are computed, which
-    saves 0.2 ms per step (calculated)."""
+    """Return the bank gradient. On GPUs, copying each matrix as soon as the matrix is ready saves
+    0.2 ms per step (calculated)."""
     if compiled_for() != "gpu":
         return (lax.concatenate(grads, 0),)
     bank = lax.empty((len(grads), *grads[0].shape[1:]), grads[0].dtype)
@@ -5726,16 +5726,15 @@ matrices_of.defvjp(lambda bank: (matrices_of(bank), None), join_matrices)
 
 
 def reduce_scatter(arrays: tuple, dtype):
-    """Return this device's rows of the sum of `arrays` [rows, d] over all devices, padded to a
-    multiple of the devices. Sums are float32, rounded to `dtype` before they are sent, in the
-    fewest parts, up to eight, that the SparseCores can send; in one part if none fit. Slicing the
-    full sum would take one more pass over memory (predicted: 0.2 s of a run on a v6e-8)."""
+    """Sum `arrays` [rows, d] over all devices and return this device's rows, padded to a multiple
+    of the device count. Each device sums in float32, then rounds to `dtype` and sends the sum in
+    the fewest parts (up to eight) that fit the SparseCores, or in one part if none fit."""
     devices = lax.axis_size(AXIS)
     rows = -(-len(arrays[0]) // devices)
     row_bytes = arrays[0][0].size * dtype.itemsize
 
     def fits(parts: int) -> bool:
-        # A v6e's SparseCores send up to 13 MB and multiples of 32 rows (from compiled programs).
+        # v6e SparseCores send at most 13 MB, in multiples of 32 rows (from compiled programs).
         return rows % (32 * parts) == 0 and rows // parts * row_bytes <= 13e6
 
     parts = next(filter(fits, range(1, 9)), 1)
@@ -5743,6 +5742,8 @@ def reduce_scatter(arrays: tuple, dtype):
     def split(x):
         return pad_rows(x, rows * devices).reshape(devices, parts, -1, *x.shape[1:])
 
+    # Slice before summing: slicing the full sum takes another pass over memory (predicted: 0.2 s
+    # per run on a v6e-8).
     def total(part: int):
         return sum(split(x)[:, part].astype(jnp.float32) for x in arrays).astype(dtype)
 
@@ -5750,18 +5751,18 @@ def reduce_scatter(arrays: tuple, dtype):
     return jnp.concatenate(sums)
 
 
-# ---- Kernels of a run: choose them, and check them on the hardware ------------------------------
+# ---- Kernels: selection, and checks on the hardware ---------------------------------------------
 
 
 def choose_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """Return (the kernels that the model calls on such devices, a line about them for the log)."""
+    """Return (kernels for this type of device, log message about the choice)."""
     if cfg.kernels == "plain":
         return PLAIN, "plain (requested)"
     backend = device.platform
     why = why_no_kernels(cfg, device)
     why_plain = why or why_plain_attention(cfg, device)
     chosen = {}
-    if cfg.logit_cap[0]:  # otherwise the sums of exponentials would need a maximum
+    if cfg.logit_cap[0]:  # uncapped logits need max subtraction
         chosen["cross_entropy"] = fused_cross_entropy
         if backend == "gpu" and not why and cfg.dtype == jnp.bfloat16:
             chosen["cross_entropy"] = functools.partial(fused_cross_entropy, in_rows=True)
@@ -5786,20 +5787,20 @@ def choose_kernels(cfg: Config, device) -> tuple[Kernels, str]:
 
 
 def kernel_names(kernels: Kernels) -> str:
-    """Return the fields that are not plain forms, as in `--set kernels=`."""
+    """Return the names of all non-plain kernels, in the format of `--set kernels=`."""
     pairs = zip(Kernels._fields, kernels, PLAIN, strict=True)
     return ",".join(name for name, kernel, plain in pairs if kernel is not plain) or "plain"
 
 
 def why_no_kernels(cfg: Config, device) -> str:
-    """Return why no Pallas kernel can be used on such devices, or ""."""
+    """Return the reason if this type of device cannot use Pallas kernels, or ""."""
     backend = device.platform
     if backend not in ("tpu", "gpu"):
         return f"there are no kernels for a {backend}"
     if backend == "gpu" and capability(device) < 8:
-        return "no compute capability of 8.0 or more"
+        return "kernels need compute capability 8.0 or higher"
     if re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", device.device_kind):
-        return f"a {device.device_kind} has no 128 MiB of VMEM"
+        return f"a {device.device_kind} has less than 128 MiB of VMEM"
     if backend == "tpu" and cfg.width % LANES:
         return f"the width of {cfg.width} is not a multiple of {LANES}"
     for row in (cfg.val_row, *(stage.row_tokens for stage in cfg.stages)):
@@ -5809,12 +5810,12 @@ def why_no_kernels(cfg: Config, device) -> str:
 
 
 def why_plain_attention(cfg: Config, device) -> str:
-    """Return why attention kernels cannot be used where other kernels can, or ""."""
+    """Return the reason if attention must be plain although other kernels can be used, or ""."""
     h = cfg.head_width
     if not cfg.layers_with("attends"):
-        return "no layer attends"
+        return "no layer has attention"
     if not (cfg.half_rope and cfg.qk_norm) or cfg.shared:
-        return "kernels need QK norm, half rotation, and heads that share no keys"
+        return "kernels need QK norm, half RoPE, and heads that do not share keys"
     if device.platform == "gpu":
         if cfg.dtype != jnp.bfloat16:
             return f"kernels compute in bfloat16, not in {cfg.compute_dtype}"
@@ -5827,18 +5828,18 @@ def why_plain_attention(cfg: Config, device) -> str:
         longest_row = max(cfg.val_row, *(stage.row_tokens for stage in cfg.stages))
         window = min(max(windows), longest_row)
         plan = plan_for(Heads(cfg.heads, h, h, window, offset=True), BLOCK)
-        if plan.ring_bytes(cfg.dtype) > 0.7 * KERNEL_VMEM:  # the rest is for blocks
+        if plan.ring_bytes(cfg.dtype) > 0.7 * KERNEL_VMEM:  # leaves room for blocks
             return f"a window of {window} tokens of width {cfg.width} does not fit in VMEM"
-    score = np.max(schedule(cfg).hyper.scales * (h // 2, h))  # of normed q and k
+    score = np.max(schedule(cfg).hyper.scales * (h // 2, h))  # with QK norm
     if score > MAX_SCORE:
         return f"scores up to {score:.0f} could overflow without a running maximum"
     return ""
 
 
 def check_kernels(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable) -> tuple[Kernels, str]:
-    """Return (`kernels` except those that fail a Trial on this process's first device, an addition
-    to the log's line about them). CPUs are not checked. Raise UserError for a failure if the
-    settings name the kernels, or if several hosts must use the same kernels."""
+    """Run the Trials on this process's first device (no-op on CPUs). Return (`kernels` with plain
+    forms instead of failed kernels, suffix for the log message about kernels). Raise UserError on
+    failure if the settings name the kernels, or if several hosts must use the same kernels."""
     if mesh.devices.flat[0].platform == "cpu":
         return kernels, ""
     names = kernel_names(kernels).split(",")
@@ -5852,24 +5853,24 @@ def check_kernels(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable) -> t
     line = "; ".join(failures.values())
     may_leave_out = cfg.kernels == "auto" and jax.process_count() == 1
     hint = f"use --set kernels={kernel_names(kernels)}"
-    require(may_leave_out, f"kernels are wrong here, or on another host: {line}: {hint}")
+    require(may_leave_out, f"kernels failed on this or another host: {line}: {hint}")
     say(f"WARNING: WRONG KERNELS ARE LEFT OUT: {line}")
     return kernels, f"; LEFT OUT: {line}"
 
 
 class Trial(NamedTuple):
-    """One comparison of a kernel with its plain form, on random arrays as wide as in the run."""
+    """A comparison of a kernel with its plain form, on random arrays with the run's widths."""
 
-    field: str  # name of the kernel in Kernels
-    run: Callable  # a function of the kernel and of the arrays
-    shapes: list[tuple]  # of the first arrays, in cfg.dtype
-    wide_shapes: list[tuple]  # of the other arrays, in float32
+    field: str  # kernel name in Kernels
+    run: Callable  # takes the kernel and the arrays
+    shapes: list[tuple]  # shapes of the first arrays, in cfg.dtype
+    wide_shapes: list[tuple]  # shapes of the remaining arrays, in float32
 
 
 def trials(cfg: Config) -> Iterator[Trial]:
-    """Yield one Trial per kernel, and for attention one per kind of layer. Rows are two windows
-    long, and their number is from the largest micro-batch. Documents start around the edge of a
-    block, 32 tokens earlier in each following row. One is longer than a window."""
+    """Yield one Trial per kernel, and one per layer type for attention. Rows are two windows long.
+    The largest micro-batch sets the row count. Documents start near block edges, 32 tokens earlier
+    with each row. One document is longer than a window."""
     number, stage = max(enumerate(cfg.stages), key=lambda pair: pair[1].batch_tokens)
     window_blocks = -(-max(stage.windows) // BLOCK)
     t = min(stage.row_tokens, 2 * window_blocks * BLOCK)
@@ -5877,7 +5878,7 @@ def trials(cfg: Config) -> Iterator[Trial]:
     b = min(max(rows), max(1, cfg.micro_tokens // t))
     d, n, v = cfg.width, cfg.heads, cfg.vocab
     places = jnp.arange(b * t).reshape(b, t)
-    ids_bt = jnp.where(places % 4, places * 7919 % v, 0)  # scattered, except for a frequent one
+    ids_bt = jnp.where(places % 4, places * 7919 % v, 0)  # scattered, plus one frequent id
     block = math.gcd(t, BLOCK)
     starts = jnp.array([block - 1, block, block + 1, t - block // 2])
     tokens_bt = jnp.arange(t)[None] + 32 * jnp.arange(b)[:, None]
@@ -5885,8 +5886,8 @@ def trials(cfg: Config) -> Iterator[Trial]:
 
     def run_attend(heads, kernel, qkv, x, *gates_of_heads):
         added_gates, xsa, gates = (1 + x_btn / 4 for x_btn in gates_of_heads)
-        freqs = yarn(cfg)[number][0][int(heads.offset)]  # long layers have the offset
-        # Scores have a standard deviation of 3, so that every key matters to some query.
+        freqs = yarn(cfg)[number][0][int(heads.offset)]  # long layers have the key offset
+        # Scores have a standard deviation of 3, so every key matters to some query.
         scale = jnp.float32(3 / math.sqrt(heads.qk_width))
         inputs = HeadInputs((x, added_gates), xsa, gates, segments_bt, freqs, scale)
         return kernel(heads, qkv, inputs)
@@ -5896,7 +5897,7 @@ def trials(cfg: Config) -> Iterator[Trial]:
         weighted, _ = kernel(0.1 * x, head, targets, jnp.ones(targets.shape), cfg)
         return weighted
 
-    def run_add_rows(kernel, rows):  # it has no gradient
+    def run_add_rows(kernel, rows):  # not differentiable
         return kernel(jnp.zeros((v, d)), ids_bt, lax.stop_gradient(rows))
 
     def run_blend(kernel, x, *rest):
@@ -5913,17 +5914,17 @@ def trials(cfg: Config) -> Iterator[Trial]:
 
 
 def failure(trial: Trial, cfg: Config, kernels: Kernels) -> str:
-    """Return how a kernel fails a Trial, or "". Raise the device's error if its memory is full.
+    """Return a message if a kernel fails its Trial, or "". Re-raise out-of-memory errors.
 
-    Errors against the plain form in float32 must be within four times the largest error of the
-    plain form in bfloat16, or within four roundings if that is more. Each half of a head has its
-    own limit, so that an error in one head is not averaged away."""
+    Errors are measured against the plain form in float32. The limit is four times the largest error
+    of the plain form in bfloat16, or four roundings if larger. Each half of a head has its own
+    limit, so that averaging cannot hide an error in one head."""
     kernel, plain = (getattr(each, trial.field) for each in (kernels, PLAIN))
     try:
         results = trial_results(trial, kernel, cfg.dtype)
-    except Exception as error:  # compilers raise many types
+    except Exception as error:  # compilers raise many exception types
         text = " ".join(str(error).split())
-        on_chip = re.search("memory space [vs]mem|[Ss]hared memory", text)  # a core's own memory
+        on_chip = re.search("memory space [vs]mem|[Ss]hared memory", text)  # not device memory
         if isinstance(error, MemoryError) or ("RESOURCE_EXHAUSTED" in text and not on_chip):
             raise
         return f"{trial.field} cannot run ({text})"
@@ -5944,8 +5945,8 @@ def failure(trial: Trial, cfg: Config, kernels: Kernels) -> str:
 
 
 def trial_results(trial: Trial, kernel: Callable, dtype) -> list[np.ndarray]:
-    """Return the output of a kernel and its gradients. Inputs and the gradient of the output are
-    random numbers that bfloat16 can represent, so that they are equal in any `dtype`."""
+    """Return a kernel's output and gradients. Random inputs and the random output gradient are
+    rounded to bfloat16, so every `dtype` gets equal values."""
 
     def both():
         count = len(trial.shapes)
@@ -5956,15 +5957,15 @@ def trial_results(trial: Trial, kernel: Callable, dtype) -> list[np.ndarray]:
         y_grad = jax.random.normal(jax.random.key(len(shapes)), y.shape).astype(jnp.bfloat16)
         return y, transpose(y_grad.astype(y.dtype))
 
-    # XLA must not skip roundings, as `failure` measures their errors.
+    # Keep XLA from skipping roundings, because `failure` measures rounding errors.
     results = jax.jit(both, compiler_options={"xla_allow_excess_precision": False})()
     return [np.atleast_1d(np.asarray(x, np.float32)) for x in jax.tree.leaves(results)]
 
 
 def token_errors(x, exact, columns: int) -> np.ndarray:
-    """Return the errors [tokens, groups] of `x` [..., features], in groups of `columns` features if
-    possible: norms of the differences, relative to the token's norm or, if that is larger, to the
-    RMS of all tokens' norms."""
+    """Return the relative errors [tokens, groups] of `x` [..., features]. Groups have `columns`
+    features if possible. Each error is the norm of the difference, divided by the token's norm or
+    by the RMS norm over all tokens, whichever is larger."""
     group = columns if exact.shape[-1] % columns == 0 else 1
     x, exact = (y.reshape(-1, y.shape[-1] // group, group) for y in (x, exact))
     error, norms = (np.linalg.norm(y, axis=-1) for y in (x - exact, exact))
@@ -5972,15 +5973,15 @@ def token_errors(x, exact, columns: int) -> np.ndarray:
     return error / np.maximum(np.maximum(norms, rms), 1e-30)
 
 
-# ---- Updates of the n-gram table in parts, with less memory -------------------------------------
+# ---- N-gram table updates in parts, with less memory --------------------------------------------
 
 
 def update_in_parts(update: Callable, state: tuple, ids, order, grads: list, sizes: tuple):
-    """Fold update(state, ids, gradients, count) -> state over parts of the ascending `ids`. `order`
-    has the position of each id in the concatenation of `grads`, the gradients [n, d] of several
-    steps. `sizes`: ids per part, and how often an id can occur at most."""
+    """Fold update(state, ids, gradients, count) -> state over parts of the sorted `ids`. `order`
+    gives each id's position in the concatenation of `grads` (per-step gradients [n, d]). `sizes` is
+    (ids per part, maximum number of equal ids)."""
     at_once, most_equal = sizes
-    size = at_once + most_equal - 1  # of the longest part
+    size = at_once + most_equal - 1  # longest possible part
     padded_ids = jnp.pad(ids, (0, size), constant_values=len(state[0]))
     padded_order = jnp.pad(order, (0, size))
 
@@ -6001,8 +6002,8 @@ def update_in_parts(update: Callable, state: tuple, ids, order, grads: list, siz
 
 
 def rows_of_steps(grads: list, places):
-    """Return the rows at `places` of the concatenation of `grads`, the gradients [n, d] of several
-    steps. Concatenating them would double their memory."""
+    """Gather the rows at `places` from the concatenation of `grads` (per-step gradients [n, d]),
+    without materializing the concatenation."""
     rows = 0
     first = 0
     for grad in grads:
@@ -6015,13 +6016,13 @@ def rows_of_steps(grads: list, places):
 
 # ---- Attention for any hardware, and the plain forms of Kernels ---------------------------------
 
-SCORE_BYTES = 2**28  # of the float32 scores that attend_band computes at a time
+SCORE_BYTES = 2**28  # float32 scores that attend_band materializes at a time
 
 
 def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Return attend_plain's result [b, t, n, h] at a cost that grows with t * window: blocks of
-    queries attend to their own keys and the keys of the block before. If all scores exceed
-    SCORE_BYTES, groups of blocks are computed in turn, and again in the backward pass."""
+    """Return attend_plain's result [b, t, n, h] in O(t * window): blocks of queries attend to the
+    keys of their own block and the previous block. If the scores exceed SCORE_BYTES, groups of
+    blocks are computed one after another, and recomputed in the backward pass."""
 
     def attend(block: tuple):
         q, k, v, mask = block
@@ -6041,13 +6042,13 @@ def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 
 
 def band_block(t: int, window: int) -> int:
-    """Return the smallest divisor of t that is at least the window, or t: queries per block."""
+    """Return the block size in queries: the smallest divisor of t that covers the window, or t."""
     return next((n for n in range(max(window, 1), t) if t % n == 0), t)
 
 
 def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> tuple:
-    """Return blocks of queries [blocks, size, n, h], the keys and values of each block and of the
-    block before, if any, [blocks, s, n, h], and masks [blocks, 1, size, s]."""
+    """Return (queries [blocks, size, n, h], keys and values [blocks, s, n, h], masks
+    [blocks, 1, size, s]). Keys and values of a block include the previous block, if any."""
     t = segments_bt.shape[1]
     size = band_block(t, window)
     past = size if size < t else 0
@@ -6066,27 +6067,27 @@ ATTEND_PLAIN = functools.partial(attend_heads, attend_band)
 PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
 
 
-# ---- For any hardware: the loss with its own gradient, document starts --------------------------
+# ---- Loss with a hand-written gradient, and document starts, for any hardware -------------------
 
 
 def squash(z, cfg: Config):
-    """Return tanh((z + b) / 2c), float32. The capped logit is a/2 (1 + squash)."""
+    """Return tanh((z + b) / 2c) in float32. The capped logit is a/2 (1 + squash)."""
     _, b, c = cfg.logit_cap
     return jnp.tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
 
 class Softmax(NamedTuple):
-    """The softmax over capped logits. Exponentials are exp(a/2 squash), as exp(a/2) cancels."""
+    """Softmax over capped logits. Exponentials are exp(a/2 squash), because exp(a/2) cancels."""
 
-    slopes_tv: jax.Array  # derivatives of the exponentials by z, divided by a/4c, in x's dtype
-    sum_t: jax.Array  # float32 sum of a token's exponentials
-    squashed_targets: jax.Array  # float32 [t, targets], squash of the targets' logits
+    slopes_tv: jax.Array  # derivative of each exponential by z, divided by a/4c, in x's dtype
+    sum_t: jax.Array  # float32 sum of exponentials per token
+    squashed_targets: jax.Array  # float32 [t, targets]: squash of the target logits
 
 
 def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
-    """Return (losses float32 [t, targets], Softmax). If `pointing`, the last target of every token
-    is `<copy>`. XLA for TPUs fuses this with the matmul and stores no float32 [t, v]. Recomputing
-    the targets' logits is predicted to be faster than selecting them from [t, v]."""
+    """Return (losses float32 [t, targets], Softmax). If `pointing`, every token's last target is
+    `<copy>`. On TPUs, XLA fuses the softmax with the matmul and stores no float32 [t, v].
+    Recomputing the target logits is predicted to be faster than selecting columns of [t, v]."""
     half = cfg.logit_cap[0] / 2
     z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
     squashed_tv = squash(z_tv, cfg)
@@ -6107,20 +6108,20 @@ def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
 
 
 def loss_gradients(softmax: Softmax, x_td, head_vd, targets, weights, copy_grad_t, cfg: Config):
-    """Return the gradients of the weighted losses: (x's [t, d] in its dtype, the head's [v, d] in
-    float32). `weights` (not negative) and `copy_grad_t` are from pointed_slopes.
+    """Return the gradients of the weighted losses for x ([t, d], in x's dtype) and for the head
+    ([v, d], float32). pointed_slopes returns `weights` (non-negative) and `copy_grad_t`.
 
-    The gradient of a logit z is the token's total weight * probability, minus the weight of z as a
-    target, all times the slope of the cap, a/4c (1 - squash^2):
-        a/4c weight / sum   *   (1 - squash^2) (exponential - target's weight * sum / weight)
-    The first factor, one number per token, is applied to x and to its gradient instead of to
-    [t, v]. If z is no target, the second factor is in Softmax. Factors are rounded to x's dtype."""
+    The gradient of logit z is (total weight of the token * probability - target weight of z), times
+    the cap's slope a/4c (1 - squash^2). It splits into two factors:
+        a/4c weight / sum   *   (1 - squash^2) (exponential - target weight * sum / weight)
+    The first factor is per token, so it scales x and the gradient of x instead of [t, v]. For
+    non-target logits, Softmax stores the second factor. Matmul inputs are rounded to x's dtype."""
     a, _, c = cfg.logit_cap
     weight_t1 = jnp.sum(weights, axis=1, keepdims=True)
     sum_t1 = softmax.sum_t[:, None]
     scale_t1 = a / (4 * c) * weight_t1 / sum_t1
     sum_per_weight_t1 = sum_t1 / jnp.where(weight_t1 == 0, 1.0, weight_t1)
-    # Equal targets of a token all get the sum of their weights: each overwrites the previous one.
+    # Equal targets overwrite each other below, so each target gets the sum of the weights.
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
     squashed = softmax.squashed_targets
@@ -6141,18 +6142,18 @@ def loss_gradients(softmax: Softmax, x_td, head_vd, targets, weights, copy_grad_
 
 
 def logit_gradients(grad_tv, x_td, head_vd):
-    """Return the gradients of x, in its dtype, and of the head, in float32."""
+    """Return the gradients of x (in x's dtype) and of the head (float32)."""
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
     return grad_tv @ head_vd, head_grad_vd
 
 
 def pointed_slopes(losses, weights, pointed) -> tuple:
     """Return the gradients of add_losses' weighted sum for the softmax losses [t, targets], for the
-    logit of `<copy>` [t], and for `pointed`. Without a pointer they are the weights, None, None.
+    `<copy>` logit [t], and for `pointed`. Without a pointer, return (weights, None, None).
 
-    The gradient of a logit with probability q is q * (sum of a token's slopes) - (its slope as a
-    target). For the logit of `<copy>` both terms are of the order 1 / (1 - q) and nearly cancel if
-    q is near 1, so its gradient is computed without the difference."""
+    A logit with probability q has gradient q * (sum of the token's slopes) - (slope of the logit's
+    loss). For the `<copy>` logit, both terms grow like 1 / (1 - q) and nearly cancel when q is near
+    1, so an equivalent formula without this difference is used."""
     if pointed is None:
         return weights, None, None
 
@@ -6168,15 +6169,15 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
 def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, in_rows=False):
-    """Return cross_entropy. The forward pass also computes the gradients, chunk by chunk, so that
-    logits are neither stored nor recomputed. Only the weighted sum has gradients, for x and head,
-    which share one dtype, and for `pointed`. Validation, without gradients, uses the plain form.
-    `in_rows` uses a kernel for NVIDIA GPUs, except with a pointer."""
+    """Return cross_entropy. The forward pass also computes gradients chunk by chunk, so logits are
+    neither stored nor recomputed. Only the weighted sum is differentiable, with respect to x and
+    head (same dtype) and `pointed`. Without gradients (validation), the plain form runs. `in_rows`
+    selects a kernel for NVIDIA GPUs, unless a pointer is used."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
 def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed, in_rows):
-    """Return (fused_cross_entropy, its gradients for a cotangent of 1)."""
+    """Return (cross_entropy, residuals with the gradients for a cotangent of 1)."""
     in_rows = in_rows and pointed is None
 
     def add(carry, chunk):
@@ -6203,17 +6204,17 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
 
 
 def loss_tokens(cfg: Config) -> int:
-    """Return the tokens per chunk of fused_cross_entropy, over the full vocabulary."""
-    most = 2**31 // cfg.vocab  # loss_rows counts logits in 32 bits
+    """Return the number of tokens per chunk in fused_cross_entropy."""
+    most = 2**31 // cfg.vocab  # loss_rows has 32-bit logit indices
     return most if cfg.whole_loss == "always" else min(cfg.loss_chunk, most)
 
 
 def fused_cross_entropy_backward(cfg: Config, in_rows, gradients, cotangents):
-    """Return the gradients of x, head and pointed; targets and weights have none."""
+    """Return the gradients of x, head and pointed (None for targets and weights)."""
     x_grad_td, pointed_grad, head_grad_vd, head_vd = gradients
-    slope, _ = cotangents  # of the weighted sum
+    slope, _ = cotangents  # for the weighted sum
     grad = (slope * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
-    grad = lax.optimization_barrier(grad)  # otherwise XLA would store it as float32
+    grad = lax.optimization_barrier(grad)  # otherwise XLA stores float32
     pointed_grad = jax.tree.map(lambda x: slope * x, pointed_grad)  # None without a pointer
     head_grad = (slope * head_grad_vd).astype(head_vd.dtype)
     return grad, head_grad, None, None, pointed_grad
@@ -6223,7 +6224,7 @@ fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_back
 
 
 def document_starts(segments_bt):
-    """Return the position in the row at which each token's segment begins, int32 [b, t]."""
+    """Return the start position of each token's segment in the row, int32 [b, t]."""
     changes = segments_bt[:, 1:] != segments_bt[:, :-1]
     begins = jnp.pad(changes, ((0, 0), (1, 0)))
     tokens = jnp.arange(segments_bt.shape[1], dtype=jnp.int32)[None]
@@ -6237,30 +6238,31 @@ def flat(x):
 
 # ---- Running a kernel: Pallas with names --------------------------------------------------------
 
-# A Pallas kernel is a function that runs once per step of a grid. It gets references instead of
-# arrays: r.x[...] reads, and r.x[...] = y writes. A step has one block of every input and output,
-# selected by a pl.BlockSpec. Scratch memory keeps its contents from step to step. Shapes in the
-# comments next to operands are the shapes of references.
+# A Pallas kernel is a function that runs once per grid step. The function gets references instead
+# of arrays: r.x[...] reads, and r.x[...] = y writes. In each step, a pl.BlockSpec selects one block
+# of each input and output. Scratch memory persists across steps. Comments next to operands give the
+# reference shapes.
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu  # only for TPU kernels
 
-KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM of a TPU core
+KERNEL_VMEM = 100 * 2**20  # VMEM bytes per kernel; a TPU core has 128 MiB
 
 
 def as_one_block(x):
-    """Return the pl.BlockSpec that loads an array once, for all steps of a kernel."""
+    """Return the pl.BlockSpec that loads a full array once for all grid steps."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
 
 def compiled_for() -> str:
-    """Return the platform that `lower` compiles for: "tpu", "gpu" or "cpu"."""
+    """Return the platform that is compiled for: "tpu", "gpu" or "cpu"."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     return target.platform if target else jax.default_backend()
 
 
 def without_specs(operands: dict) -> tuple:
-    """Split name -> (array, block_spec) in two. (JAX would sort the keys of plain dicts.)"""
+    """Split name -> (array, block_spec) in two. JAX sorts the keys of plain dicts, hence
+    OrderedDict."""
     arrays = OrderedDict((name, x) for name, (x, _) in operands.items())
     specs = OrderedDict((name, jax.tree.map(spec, x)) for name, (x, spec) in operands.items())
     return arrays, specs
@@ -6270,14 +6272,15 @@ def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=
     """Call pl.pallas_call and return the outputs: name -> array.
 
     `grid` is axis -> number of steps. `inputs` and `outputs` are name -> (array, function from the
-    array to its pl.BlockSpec); outputs may be jax.ShapeDtypeStruct. Lists of arrays and None are
-    also possible. `scratch` is name -> pltpu.VMEM(shape, dtype), uninitialized. `scalars` is name
-    -> array for scalar prefetch, also passed to index maps. `body` gets one object with all
-    references and the step on each axis.
+    array to its pl.BlockSpec). An array can also be a list of arrays or None, and an output a
+    jax.ShapeDtypeStruct. `scratch` is name -> pltpu.VMEM(shape, dtype), uninitialized. `scalars` is
+    name -> array for scalar prefetch, also passed to index maps. `body` gets one object with all
+    references and the current step on each axis.
 
-    With `tiles` Triton compiles for NVIDIA GPUs, without scratch memory and scalars, and steps have
-    no order. Other kernels are for TPUs: steps run in order, the last axis fastest, and all blocks
-    except as_one_block are double-buffered. On a CPU kernels are interpreted."""
+    With `tiles`, the kernel is compiled by Triton for NVIDIA GPUs: steps run in any order, and
+    scratch memory and scalars are not supported. Other kernels are for TPUs: steps run in order,
+    last axis fastest, and all blocks except as_one_block are double-buffered. CPUs interpret
+    kernels."""
     interpret = compiled_for() == "cpu"
     arrays, in_specs = without_specs(inputs)
     shapes, out_specs = without_specs(outputs)
@@ -6293,11 +6296,11 @@ def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=
     else:
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
-            # XLA would move arrays to VMEM before some calls, and libtpu compile a kernel per case.
+            # Otherwise XLA moves arrays to VMEM for some calls, and each case compiles separately.
             in_hbm = functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
             arrays = jax.tree.map(in_hbm, arrays)
             shapes = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), shapes)
-    steps = tuple(grid.values())  # 1: the first argument, the dict of scalars, is prefetched
+    steps = tuple(grid.values())  # 1 below: prefetch the first argument (`scalars`)
     spec = pltpu.PrefetchScalarGridSpec(1, steps, [in_specs], out_specs, [OrderedDict(scratch)])
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
     call = pl.pallas_call(kernel, shapes, input_output_aliases=aliases or {}, **how)
