@@ -5392,7 +5392,7 @@ def main(argv=None) -> int:
 # PART V: FAST ON HARDWARE
 # ================================================================================================
 
-# ---- Compilation: every program of the run, before the clock starts -----------------------------
+# ---- Compilation, before the clock starts -------------------------------------------------------
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
@@ -5472,7 +5472,7 @@ def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
         jax.block_until_ready(program(*created_sharded(zeros, layout)()))
 
 
-# ---- Programs: arguments and results of each step, and their layout -----------------------------
+# ---- Programs: arguments, results and their layouts ---------------------------------------------
 
 # A layout is a pytree of jax.ShapeDtypeStruct: shapes, dtypes and shardings without arrays.
 
@@ -5595,8 +5595,7 @@ def specs_of(layout):
 
 @functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
-    """Return all programs of a run: key (Gradients, Update, "finish" or "eval") -> Program. No
-    program is traced yet."""
+    """Return all programs of a run: key (Gradients, Update, "finish" or "eval") -> Program."""
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
@@ -5679,7 +5678,7 @@ def abstract_batch(cfg: Config, mesh: Mesh, b: int, t: int, count: int) -> Batch
     return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
 
 
-# ---- Collectives: the all-gather and reduce-scatter of Part I, arranged for XLA -----------------
+# ---- Collectives: all-gather and reduce-scatter, arranged for XLA -------------------------------
 
 
 def gather_banks(cfg: Config, copies, after):
@@ -5688,7 +5687,7 @@ def gather_banks(cfg: Config, copies, after):
     The MLP bank is gathered in pieces (one matrix per device), so that the first layers need not
     wait for the whole bank."""
     banks = {name: copies[name] for name in copies if name in updated(cfg, "anvil")}
-    # XLA starts collectives as early as possible. Wait until `after`, the first input, is ready.
+    # XLA starts collectives as early as possible. Delay all-gathers until the first input is ready.
     after, banks = lax.optimization_barrier((after, banks))
 
     def gather(name, bank):  # returns matrices in full-bank order
@@ -5712,7 +5711,7 @@ def matrices_of(bank):
 
 
 def join_matrices(_, grads):
-    """Return the bank gradient. On GPUs, copying each matrix as soon as the matrix is ready saves
+    """Return the bank gradient. On GPUs, copying each matrix while the next ones are computed saves
     0.2 ms per step (calculated)."""
     if compiled_for() != "gpu":
         return (lax.concatenate(grads, 0),)
@@ -5727,8 +5726,8 @@ matrices_of.defvjp(lambda bank: (matrices_of(bank), None), join_matrices)
 
 def reduce_scatter(arrays: tuple, dtype):
     """Sum `arrays` [rows, d] over all devices and return this device's rows, padded to a multiple
-    of the device count. Each device sums in float32, then rounds to `dtype` and sends the sum in
-    the fewest parts (up to eight) that fit the SparseCores, or in one part if none fit."""
+    of the device count. Each device sums in float32 and rounds to `dtype` before sending. The sum
+    has the fewest parts (up to eight) that fit the SparseCores, or one part if none fit."""
     devices = lax.axis_size(AXIS)
     rows = -(-len(arrays[0]) // devices)
     row_bytes = arrays[0][0].size * dtype.itemsize
@@ -5793,7 +5792,7 @@ def kernel_names(kernels: Kernels) -> str:
 
 
 def why_no_kernels(cfg: Config, device) -> str:
-    """Return the reason if this type of device cannot use Pallas kernels, or ""."""
+    """Return the reason this type of device cannot use Pallas kernels, or "" if it can."""
     backend = device.platform
     if backend not in ("tpu", "gpu"):
         return f"there are no kernels for a {backend}"
@@ -5810,7 +5809,7 @@ def why_no_kernels(cfg: Config, device) -> str:
 
 
 def why_plain_attention(cfg: Config, device) -> str:
-    """Return the reason if attention must be plain although other kernels can be used, or ""."""
+    """Return the reason attention kernels cannot be used, or "" if they can."""
     h = cfg.head_width
     if not cfg.layers_with("attends"):
         return "no layer has attention"
@@ -5837,9 +5836,9 @@ def why_plain_attention(cfg: Config, device) -> str:
 
 
 def check_kernels(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable) -> tuple[Kernels, str]:
-    """Run the Trials on this process's first device (no-op on CPUs). Return (`kernels` with plain
-    forms instead of failed kernels, suffix for the log message about kernels). Raise UserError on
-    failure if the settings name the kernels, or if several hosts must use the same kernels."""
+    """Run all Trials on this process's first device (no-op on CPUs). Return (`kernels` with failed
+    kernels replaced by plain forms, log message suffix). Raise UserError on failure if the settings
+    name the kernels, or if several hosts must use the same kernels."""
     if mesh.devices.flat[0].platform == "cpu":
         return kernels, ""
     names = kernel_names(kernels).split(",")
@@ -5869,8 +5868,8 @@ class Trial(NamedTuple):
 
 def trials(cfg: Config) -> Iterator[Trial]:
     """Yield one Trial per kernel, and one per layer type for attention. Rows are two windows long.
-    The largest micro-batch sets the row count. Documents start near block edges, 32 tokens earlier
-    with each row. One document is longer than a window."""
+    The largest micro-batch sets the row count. Documents start near block edges, shifted by 32
+    tokens from row to row. One document is longer than a window."""
     number, stage = max(enumerate(cfg.stages), key=lambda pair: pair[1].batch_tokens)
     window_blocks = -(-max(stage.windows) // BLOCK)
     t = min(stage.row_tokens, 2 * window_blocks * BLOCK)
@@ -5914,11 +5913,11 @@ def trials(cfg: Config) -> Iterator[Trial]:
 
 
 def failure(trial: Trial, cfg: Config, kernels: Kernels) -> str:
-    """Return a message if a kernel fails its Trial, or "". Re-raise out-of-memory errors.
+    """Return the reason a kernel fails its Trial, or "". Re-raise out-of-memory errors.
 
     Errors are measured against the plain form in float32. The limit is four times the largest error
-    of the plain form in bfloat16, or four roundings if larger. Each half of a head has its own
-    limit, so that averaging cannot hide an error in one head."""
+    of the plain form in bfloat16, or four bfloat16 roundings if larger. Each half of a head has its
+    own limit, so that averaging cannot hide an error in one head."""
     kernel, plain = (getattr(each, trial.field) for each in (kernels, PLAIN))
     try:
         results = trial_results(trial, kernel, cfg.dtype)
@@ -6016,7 +6015,7 @@ def rows_of_steps(grads: list, places):
 
 # ---- Attention for any hardware, and the plain forms of Kernels ---------------------------------
 
-SCORE_BYTES = 2**28  # float32 scores that attend_band materializes at a time
+SCORE_BYTES = 2**28  # bytes of float32 scores that attend_band materializes at a time
 
 
 def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
@@ -6042,13 +6041,13 @@ def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 
 
 def band_block(t: int, window: int) -> int:
-    """Return the block size in queries: the smallest divisor of t that covers the window, or t."""
+    """Return the block size: the smallest divisor of t that covers the window (at most t)."""
     return next((n for n in range(max(window, 1), t) if t % n == 0), t)
 
 
 def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> tuple:
     """Return (queries [blocks, size, n, h], keys and values [blocks, s, n, h], masks
-    [blocks, 1, size, s]). Keys and values of a block include the previous block, if any."""
+    [blocks, 1, size, s]). Each block's keys and values also cover the previous block, if any."""
     t = segments_bt.shape[1]
     size = band_block(t, window)
     past = size if size < t else 0
@@ -6114,8 +6113,8 @@ def loss_gradients(softmax: Softmax, x_td, head_vd, targets, weights, copy_grad_
     The gradient of logit z is (total weight of the token * probability - target weight of z), times
     the cap's slope a/4c (1 - squash^2). It splits into two factors:
         a/4c weight / sum   *   (1 - squash^2) (exponential - target weight * sum / weight)
-    The first factor is per token, so it scales x and the gradient of x instead of [t, v]. For
-    non-target logits, Softmax stores the second factor. Matmul inputs are rounded to x's dtype."""
+    The first factor is per token, so x and the gradient of x are scaled instead of [t, v]. For
+    non-target logits, Softmax stores the second factor."""
     a, _, c = cfg.logit_cap
     weight_t1 = jnp.sum(weights, axis=1, keepdims=True)
     sum_t1 = softmax.sum_t[:, None]
@@ -6153,7 +6152,7 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 
     A logit with probability q has gradient q * (sum of the token's slopes) - (slope of the logit's
     loss). For the `<copy>` logit, both terms grow like 1 / (1 - q) and nearly cancel when q is near
-    1, so an equivalent formula without this difference is used."""
+    1. An equivalent formula avoids this cancellation."""
     if pointed is None:
         return weights, None, None
 
@@ -6171,13 +6170,13 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, in_rows=False):
     """Return cross_entropy. The forward pass also computes gradients chunk by chunk, so logits are
     neither stored nor recomputed. Only the weighted sum is differentiable, with respect to x and
-    head (same dtype) and `pointed`. Without gradients (validation), the plain form runs. `in_rows`
-    selects a kernel for NVIDIA GPUs, unless a pointer is used."""
+    head (same dtype) and `pointed`. Validation needs no gradients and uses the plain form.
+    `in_rows` selects a kernel for NVIDIA GPUs, unless a pointer is used."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
 def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed, in_rows):
-    """Return (cross_entropy, residuals with the gradients for a cotangent of 1)."""
+    """Return (cross_entropy's result, residuals: the gradients for a cotangent of 1)."""
     in_rows = in_rows and pointed is None
 
     def add(carry, chunk):
@@ -6244,7 +6243,7 @@ def flat(x):
 # reference shapes.
 
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu  # only for TPU kernels
+from jax.experimental.pallas import tpu as pltpu
 
 KERNEL_VMEM = 100 * 2**20  # VMEM bytes per kernel; a TPU core has 128 MiB
 
@@ -6255,14 +6254,13 @@ def as_one_block(x):
 
 
 def compiled_for() -> str:
-    """Return the platform that is compiled for: "tpu", "gpu" or "cpu"."""
+    """Return the target platform: "tpu", "gpu" or "cpu"."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     return target.platform if target else jax.default_backend()
 
 
 def without_specs(operands: dict) -> tuple:
-    """Split name -> (array, block_spec) in two. JAX sorts the keys of plain dicts, hence
-    OrderedDict."""
+    """Split name -> (array, block_spec) in two (OrderedDicts, because JAX sorts dict keys)."""
     arrays = OrderedDict((name, x) for name, (x, _) in operands.items())
     specs = OrderedDict((name, jax.tree.map(spec, x)) for name, (x, spec) in operands.items())
     return arrays, specs
@@ -6272,7 +6270,7 @@ def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=
     """Call pl.pallas_call and return the outputs: name -> array.
 
     `grid` is axis -> number of steps. `inputs` and `outputs` are name -> (array, function from the
-    array to its pl.BlockSpec). An array can also be a list of arrays or None, and an output a
+    array to its pl.BlockSpec). Lists of arrays and None also work, and outputs can be
     jax.ShapeDtypeStruct. `scratch` is name -> pltpu.VMEM(shape, dtype), uninitialized. `scalars` is
     name -> array for scalar prefetch, also passed to index maps. `body` gets one object with all
     references and the current step on each axis.
@@ -6296,11 +6294,11 @@ def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=
     else:
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
-            # Otherwise XLA moves arrays to VMEM for some calls, and each case compiles separately.
+            # Otherwise XLA moves arrays to VMEM before some calls, which adds kernels to compile.
             in_hbm = functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
             arrays = jax.tree.map(in_hbm, arrays)
             shapes = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), shapes)
-    steps = tuple(grid.values())  # 1 below: prefetch the first argument (`scalars`)
+    steps = tuple(grid.values())  # 1: number of prefetched arguments (`scalars`)
     spec = pltpu.PrefetchScalarGridSpec(1, steps, [in_specs], out_specs, [OrderedDict(scratch)])
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
     call = pl.pallas_call(kernel, shapes, input_output_aliases=aliases or {}, **how)
@@ -6309,66 +6307,66 @@ def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=
 
 # ---- Attention for TPUs: all heads of a layer in one pass ---------------------------------------
 
-# Both passes go through a row once, in blocks of BLOCK tokens (or a smaller divisor of the row).
-# Heads stay side by side as the projection computed them, [t, n h]. Each block is normed and
-# rotated once. Its keys and values then stay in ring buffers in VMEM while a window can reach them.
-# Blocks without visible keys are skipped. No kernel has run on a TPU; by prediction JAX's splash
-# attention would take five to eight times as long (records/NOTES.md).
+# Each kernel makes one pass over a row, in blocks of BLOCK tokens (or a smaller divisor of the row
+# length). Heads stay side by side, [t, n h], as in the projection. Each block is normalized and
+# rotated once. Keys and values then stay in VMEM ring buffers while a window can reach them. Blocks
+# without visible keys are skipped. No kernel has run on a TPU yet. JAX's splash attention is
+# predicted to take five to eight times as long (records/NOTES.md).
 #
-# Scores are [keys, queries]: numbers per query (sum, gate, start of the document) then form a row,
-# which is cheap to broadcast. Queries, values, outputs and all gradients are transposed in the
-# kernels, to [h, tokens]: QK norm, rotation, XSA and gates become a few sums over rows. QK norm
-# bounds the scores, so no running maximum is needed. The hardware's tiles have 128 columns: one
-# wide head, or two narrow ones side by side.
+# Scores are [keys, queries], so per-query numbers (sum, gate, document start) form a row, which is
+# cheap to broadcast. The kernels transpose queries, values, outputs and all gradients to
+# [h, tokens], so QK norm, rotation, XSA and gates need only a few sums over rows. QK norm bounds
+# the scores, so no running maximum is needed. A hardware tile has 128 columns: one wide head, or
+# two narrow heads side by side.
 
-LOG2E = math.log2(math.e)  # scales the queries, since the hardware computes 2^x
-LANES = 128  # columns of a tile
+LOG2E = math.log2(math.e)  # scales the queries, because the hardware computes 2^x
+LANES = 128  # columns per tile
 ONES = 16  # rows of ones below the values, so that one matmul also sums the weights
-# Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more).
-# Sums of 4096 exponentials, more than of any window that fits in VMEM, then fit in float32.
+# Limit on scale * head width, which bounds scores after QK norm (the key offset adds a factor of
+# sqrt 2). A sum of 4096 exponentials fits in float32; windows that fit in VMEM are smaller.
 MAX_SCORE = 48.0
-# Optional arrays [b, n, t] of a layer: gates of `added`, tanh of the XSA gates, output gates.
+# Optional arrays [b, n, t]: gates for `added`, tanh of the XSA gates, output gates.
 OF_HEADS = "added_gates", "xsa", "gates"
 
 
 class Plan(NamedTuple):
-    """How the kernels tile the work of one layer."""
+    """How the attention kernels tile one layer."""
 
     heads: Heads
     block: int  # tokens
-    half: int  # heads that do not see each other's keys: all, or half of them if paired
-    reach: int  # distance in tokens to the earliest key that a query can see
-    slots: int  # blocks of keys that a block of queries can see, including its own
-    ring: int  # slots in the ring buffer of attend_tpu_backward
+    half: int  # number of heads, or of head pairs (c, c + half) if paired
+    reach: int  # distance in tokens from a query to the earliest visible key
+    slots: int  # key blocks visible to a query block, including its own
+    ring: int  # slots in attend_tpu_backward's ring buffer
 
     @property
     def sizes(self) -> tuple:
-        """Number of heads, width of a head in q and k, width in v, and tokens per block."""
+        """(heads, head dim of q and k, head dim of v, tokens per block)."""
         return self.heads.count, self.heads.qk_width, self.heads.v_width, self.block
 
     @property
     def pairs(self) -> list:
-        """All (head c of the queries, head o of the keys) with scores: each of two paired heads
-        sees the keys of both. The first pair of each c has o < half; of each o, c < half."""
+        """All (query head c, key head o) pairs with scores. Paired heads see each other's keys. The
+        first pair with a given c has o < half; the first with a given o has c < half."""
         n = self.heads.count
         return [(c, o) for c in range(n) for o in range(c % self.half, n, self.half)]
 
     def ring_bytes(self, dtype) -> int:
-        """Return the bytes of VMEM for `ring`: three arrays of `dtype`, three of float32."""
+        """Return the ring buffer's VMEM bytes: three arrays in `dtype`, three in float32."""
         n, h, v, block = self.sizes
         numbers = self.ring * block * n * (2 * h + v)
         return numbers * (jnp.dtype(dtype).itemsize + 4)
 
     def part(self, j: int) -> tuple:
-        """Return slices with all visible scores: (keys in the block j before, queries in a block).
-        They are halves if the window ends in the middle of the keys, as it often does."""
+        """Return (key slice, query slice) covering all visible scores for the key block j blocks
+        back. Both slices are half a block if only the second half of the keys is in reach."""
         half = self.block // 2
         if j and j * self.block - self.reach >= half:
             return slice(half, self.block), slice(0, half)
         return slice(0, self.block), slice(0, self.block)
 
     def name(self, direction: str) -> str:
-        """Return a name for profiles that differs for kernels with different work."""
+        """Return the kernel name for profiles, unique for each Heads."""
         numbers = [str(int(x)) for x in dataclasses.astuple(self.heads)]
         return "_".join(["window", direction, *numbers])
 
@@ -6381,13 +6379,13 @@ class Plan(NamedTuple):
 
         def in_columns(x):
             shape = 1, x.shape[1], self.block
-            shared = len(x) == 1  # by all rows of the batch
+            shared = len(x) == 1  # by all batch rows
             return pl.BlockSpec(shape, lambda b, i, *_: (0 if shared else b, 0, block_at(i)))
 
         return in_rows, in_columns
 
     def tables_of(self, ref, c: int):
-        """Return cos and sin [h / 2, block] of head c; odd paired heads have other positions."""
+        """Return cos and sin [h / 2, block] for head c. Odd paired heads have other positions."""
         half = self.heads.qk_width // 2
         sines = ref.shape[1] // 2  # the cosines come first
         first = half * (c % 2) if self.heads.paired else 0
@@ -6397,7 +6395,7 @@ class Plan(NamedTuple):
 
 
 def plan_for(heads: Heads, block: int) -> Plan:
-    """Return the Plan of a layer with these heads."""
+    """Return the Plan for these heads."""
     parts = 1 + heads.paired
     reach = -(-heads.window // parts)
     slots = -(-reach // block) + 1
@@ -6405,24 +6403,24 @@ def plan_for(heads: Heads, block: int) -> Plan:
 
 
 def times(a, b, transpose: bool = False):
-    """Return a @ b, or a @ b^T, summed in float32."""
+    """Return a @ b, or a @ b^T, accumulated in float32."""
     sides = (((1,), (1 if transpose else 0,)), ((), ()))
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, sides, exact, preferred_element_type=jnp.float32)
 
 
 def dot(a, b):
-    """Return the dot products [1, block] of the columns of two arrays [h, block]."""
+    """Return column-wise dot products [1, block] of two arrays [h, block]."""
     return jnp.sum(a * b, axis=0, keepdims=True)
 
 
 def add_or_set(ref, place: tuple, value, is_first: bool):
-    """Add to ref[place], or overwrite the sum of an earlier block with the first value."""
+    """Accumulate into ref[place]. The first value overwrites an earlier block's sum."""
     ref[place] = value if is_first else ref[place] + value
 
 
 def column_tiles(n: int, h: int) -> list:
-    """Return [(columns of a tile, [(head, its columns inside the tile)])] for n heads, h wide."""
+    """Return [(tile columns, [(head, head columns within the tile)])] for n heads of width h."""
     inside = [slice(first, first + h) for first in range(0, LANES, h)]
     tiles = []
     for first in range(0, n * h, LANES):
@@ -6432,22 +6430,22 @@ def column_tiles(n: int, h: int) -> list:
 
 
 def tile_after(lanes: slice, columns: int) -> slice:
-    """Return the tile that begins `columns` columns after `lanes`."""
+    """Return the tile that starts `columns` columns after `lanes`."""
     return slice(lanes.start + columns, lanes.stop + columns)
 
 
 def rows_of_head(c: int, h: int) -> slice:
-    """Return the rows of head c in an array [n h, block], or its columns in [block, n h]."""
+    """Return head c's rows in an array [n h, block], or columns in [block, n h]."""
     return slice(c * h, (c + 1) * h)
 
 
 def transposed(ref, lanes: slice):
-    """Return a tile of a block [1, block, columns], transposed: float32 [LANES, block]."""
+    """Load a tile from a block [1, block, columns], transposed to float32 [LANES, block]."""
     return ref[0, :, lanes].T.astype(jnp.float32)
 
 
 def inverse_rms(x):
-    """Return the factors [1, block] with which norm scales a transposed head [h, block]."""
+    """Return norm's scale factors [1, block] for a transposed head [h, block]."""
     return lax.rsqrt(dot(x, x) / len(x) + 2.0**-23)
 
 
@@ -6461,7 +6459,7 @@ def rotate(x, cos, sin, factor=1.0):
 
 
 def rotate_grad(grad, x, cos, sin, factor):
-    """Return the gradient of `x` for the gradient of rotate(x)."""
+    """Return the gradient of `x`, given the gradient of rotate(x)."""
     left, right = jnp.split(grad, 2)
     back_right = right * cos + left * sin
     back_left = left * cos - right * sin
@@ -6472,13 +6470,13 @@ def rotate_grad(grad, x, cos, sin, factor):
 
 
 def unrotated(h: int):
-    """Return a mask [h, 1] of the rows of a transposed head that do not rotate (key_offset)."""
+    """Return a mask [h, 1] of the unrotated rows in a transposed head (see key_offset)."""
     row = lax.broadcasted_iota(jnp.int32, (h, 1), 0)
     return lax.rem(row, h // 2) >= h // 4
 
 
 def offset_key(r, c: int, k):
-    """Return key_offset(k) for head c. r.last begins with the last token of the previous block."""
+    """Return key_offset(k) for head c. Column 0 of r.last is the previous block's last token."""
     h = len(k)
     rows = rows_of_head(c, h)
     moved = pltpu.roll(k, 1, 1)
@@ -6489,14 +6487,15 @@ def offset_key(r, c: int, k):
 
 
 def visible_keys(plan: Plan, i, starts):
-    """Return a function (j, c, o) -> mask [keys, queries] of part(j): which keys of head o in block
-    i - j the queries of head c in block i can see. `starts`: first token of each document.
+    """Return a function (j, c, o) -> mask [keys, queries] for part(j). The mask is True where a
+    query of head c in block i sees a key of head o in block i - j. `starts` gives each query's
+    document start.
 
-    Units of windows are tokens, or half tokens for paired heads, whose second half is one unit
-    later than the first. `side` is the position of head c minus the position of head o."""
+    The window unit is a token, or half a token for paired heads: the second head of a pair is half
+    a token later than the first. `side` is the position of head c minus the position of head o."""
     units = 1 + plan.heads.paired  # per token
     query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
-    first = {}  # side -> the first key that each query can see
+    first = {}  # side -> each query's first visible key
     for side in range(1 - units, units):
         reach = (plan.heads.window - side) // units
         first[side] = jnp.maximum(starts, query - reach)
@@ -6518,8 +6517,8 @@ def visible_keys(plan: Plan, i, starts):
 
 
 def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
-    """Return (y [b, t, n v], arrays for attend_tpu_backward if `save`). Grid step i puts the keys
-    and values of block i into ring buffers, and runs its queries against all visible keys."""
+    """Return (y [b, t, n v], residuals if `save`). Grid step i stores block i's keys and values in
+    ring buffers, then attends from block i's queries to all visible keys."""
     n, h, v, block = plan.sizes
     slots = plan.slots
     b, t, _ = arrays["qkv"].shape
@@ -6533,24 +6532,24 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
     scalars = {name: arrays[name] for name in ("earliest", "scale")}  # see attend_tpu
     inputs = {
         "qkv": (arrays["qkv"], in_rows),  # [1, block, n (2 h + v)]
-        "added": (arrays["added"], in_rows),  # [1, block, n LANES]: is added to v
+        "added": (arrays["added"], in_rows),  # [1, block, n LANES]: added to v
         "tables": (arrays["tables"], in_columns),  # [1, rows, block]: see Plan.tables_of
         "starts": (arrays["starts"], in_columns),  # [1, 1, block]: see attend_tpu
         **{name: (arrays[name], in_columns) for name in OF_HEADS},  # [1, n, block] each
     }
     outputs = {
         "y": (jax.ShapeDtypeStruct((b, t, n * v), dtype), in_rows),  # [1, block, n v]
-        "saved_k": saved(in_rows, b, t, n * h),  # [1, block, n h]: keys after norm and rotation
-        "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: queries, as the keys
-        "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values, with `added`
+        "saved_k": saved(in_rows, b, t, n * h),  # [1, block, n h]: rotated keys
+        "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: rotated queries
+        "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values including `added`
         "saved_y": saved(in_columns, b, n * v, t),  # [1, n v, block]: outputs before XSA and gates
-        "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]: log2
+        "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]
     }
     scratch = {
-        # Rings: block m of the row is in slot m % slots. Values are transposed, above rows of ones.
+        # Ring buffers: block m is in slot m % slots. Values are transposed, with ones below.
         "keys": pltpu.VMEM((slots, n, block, h), dtype),
         "values": pltpu.VMEM((slots, n, v + ONES, block), dtype),
-        # Of block i, transposed: queries; sums of weighted values, and from row v on of weights.
+        # Block i, transposed: queries; weighted value sums, then weight sums from row v on.
         "queries": pltpu.VMEM((n * h, block), dtype),
         "sums": pltpu.VMEM((n, v + ONES, block), jnp.float32),
         "last": pltpu.VMEM((n * h, block), jnp.float32),  # see offset_key
@@ -6578,7 +6577,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
 
 
 def enter_keys(plan: Plan, r, slot):
-    """Norm and rotate q and k of block i, and store the keys in their slot."""
+    """Normalize and rotate block i's queries and keys, and store the keys in `slot`."""
     n, h, _, _ = plan.sizes
     dtype = r.qkv.dtype
     for lanes, heads in column_tiles(n, h):
@@ -6602,7 +6601,7 @@ def enter_keys(plan: Plan, r, slot):
 
 
 def enter_values(plan: Plan, r, slot):
-    """Add `added` to v of block i, and store the values in their slot."""
+    """Add `added` to block i's values, and store the sums in `slot`."""
     n, h, v, _ = plan.sizes
     for lanes, heads in column_tiles(n, v):
         v_tile = transposed(r.qkv, tile_after(lanes, 2 * n * h))
@@ -6618,8 +6617,8 @@ def enter_values(plan: Plan, r, slot):
 
 
 def look_back(plan: Plan, r, j: int, visible: Callable):
-    """Add the weighted values of block i - j to the sums of the queries of block i. All scores come
-    first: the compiler keeps this order, and so can overlap the latency of each matmul."""
+    """Add block i - j's weighted values to block i's sums. The compiler keeps the matmul order, so
+    computing all scores first hides the latency of each matmul."""
     h = plan.heads.qk_width
     keys, queries = plan.part(j)
     slot = lax.rem(r.i - j + plan.slots, plan.slots)
@@ -6637,7 +6636,7 @@ def look_back(plan: Plan, r, j: int, visible: Callable):
 
 
 def finish_outputs(plan: Plan, r, slot):
-    """Divide the sums of block i by the sums of the weights, then apply XSA and gates."""
+    """Divide block i's sums by the weight sums, then apply XSA and gates."""
     n, _, v, _ = plan.sizes
     for lanes, heads in column_tiles(n, v):
         outputs = []
@@ -6658,42 +6657,42 @@ def finish_outputs(plan: Plan, r, slot):
         r.y[0, :, lanes] = jnp.concatenate(outputs).T.astype(r.y.dtype)
 
 
-# Backward pass. A query q sees keys k with values v; scores are logarithms to base 2. Let L be log2
-# of the query's sum of 2^score, w the weights, and dy the gradient of its output y:
+# Backward pass. A query q sees keys k with values v. Scores are base-2 logarithms. Let L be log2 of
+# the query's sum of 2^score, w the weights, and dy the gradient of the output y:
 #
 #     w = 2^(k.q - L)        y = sum of w v
 #     dw = v.dy              ds = w (dw - mean)        mean = sum of w dw = y.dy
 #     v_grad += w dy         k_grad += ds q            q_grad += ds k
 #
-# ds is the gradient of a natural score. As q was multiplied by scale * LOG2E, finish_block divides
-# k_grad by LOG2E, and multiplies q_grad by scale.
+# ds is the gradient of a score in natural units. Because q includes the factor scale * LOG2E,
+# finish_block divides k_grad by LOG2E and multiplies q_grad by scale.
 #
-# The gradient of a key is a sum over all blocks of queries that see the key. So blocks stay in a
-# ring buffer: block m is in slot m % ring from step m, when it enters, to step m + ring - 1, when
-# finish_block writes its gradients. At step i the queries of block i are run against blocks i,
-# i - 1, ... i - slots + 1. That completes q_grad of block i, and adds one part to k_grad and v_grad
-# of each block. With the key offset a block waits one step longer: half of the first key of the
-# next block comes from this block's last token. Step 7 of a row of 9 blocks, if slots are 3 and
-# keys have the offset (`parts` are the terms in k_grad and v_grad before and after the step):
+# A key's gradient is a sum over all query blocks that see the key, so blocks stay in a ring buffer.
+# Block m enters slot m % ring at step m, and finish_block writes its gradients at step
+# m + ring - 1. Step i runs block i's queries against blocks i, i - 1, ..., i - slots + 1. This
+# completes block i's q_grad and adds one term to each block's k_grad and v_grad. With the key
+# offset, a block waits one more step, because half of the next block's first key comes from this
+# block's last token. Example: step 7 in a row of 9 blocks, with 3 slots and the key offset (`parts`
+# counts the terms in k_grad and v_grad before and after the step):
 #
 #     block      0      1      2      3      4      5      6      7      8
 #              done   done   done finishes waits   seen   seen  enters  to come
 #     slot                            3      4      0      1      2
 #     parts                         3, 3   3, 3   2, 3   1, 2   0, 1
 #
-# The last steps have no block i: they repeat the last block, in a slot that nothing uses. The first
-# steps have no block to finish: they write to block 0, and its gradients overwrite this later.
+# The last steps have no block i and repeat the last block in an unused slot. The first steps have
+# no block to finish and write to block 0, which is overwritten later.
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):
-    """Return the gradients of qkv, added and OF_HEADS; other arrays have none."""
+    """Return the gradients of qkv, added and OF_HEADS (None for other arrays)."""
     arrays, saved = kept
     n, h, v, block = plan.sizes
     b, t, _ = arrays["qkv"].shape
     dtype = arrays["qkv"].dtype
     blocks = t // block
     ring = plan.ring
-    delay = ring - 1  # steps from the start of a block to finish_block
+    delay = ring - 1  # steps from a block's entry to finish_block
 
     in_rows, in_columns = plan.block_specs(lambda i: jnp.minimum(i, blocks - 1))
     old_in_rows, old_in_columns = plan.block_specs(lambda i: jnp.maximum(i - delay, 0))
@@ -6705,13 +6704,13 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         "saved_v": (saved["saved_v"], in_rows),
         **{name: (arrays[name], in_columns) for name in ("starts", "xsa", "gates")},
         **{name: (saved[name], in_columns) for name in ("saved_q", "saved_y", "log_sums")},
-        # Block i - delay, which is finished in this step.
+        # Block i - delay, finished in this step.
         "old_qkv": (arrays["qkv"], old_in_rows),
         "old_added": (arrays["added"], old_in_rows),
         "old_tables": (arrays["tables"], old_in_columns),
         "old_added_gates": (arrays["added_gates"], old_in_columns),
     }
-    outputs = {  # gradients have the shapes of their arrays
+    outputs = {  # gradients have the same shapes as their arrays
         "qkv_grad": (arrays["qkv"], old_in_rows),
         "added_grad": (arrays["added"], old_in_rows),
         "added_gates_grad": (arrays["added_gates"], old_in_columns),
@@ -6719,14 +6718,14 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         "gates_grad": (arrays["gates"], in_columns),
     }
     scratch = {
-        # The ring. Gradients are transposed, and summed over blocks in float32.
+        # Ring buffers. Gradients are transposed and accumulated in float32.
         "keys": pltpu.VMEM((ring, n, block, h), dtype),
         "values": pltpu.VMEM((ring, n, block, v), dtype),
         "transposed_keys": pltpu.VMEM((ring, n * h, block), dtype),
         "k_grads": pltpu.VMEM((ring, n * h, block), jnp.float32),
         "v_grads": pltpu.VMEM((ring, n * v, block), jnp.float32),
         "q_grads": pltpu.VMEM((ring, n * h, block), jnp.float32),
-        # Block i, transposed: y_grad, after undo_outputs the gradient before gates and XSA.
+        # Block i, transposed: y_grad, then the gradient before gates and XSA.
         "y_grads": pltpu.VMEM((n * v, block), dtype),
     }
 
@@ -6735,8 +6734,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         visible = visible_keys(plan, r.i, r.starts[0])
         enter_again(plan, r, slot)
         means = [undo_outputs(plan, r, slot, c) for c in range(n)]
-        # Rotating gradients back uses only the vector unit, so it is interleaved with the matmuls
-        # of block i with itself, which every step has.
+        # Rotating gradients back uses only the vector unit. Interleave finish_block with the
+        # matmuls for j = 0, which every step runs.
         old = r.i - delay
         old_slot = lax.rem(r.i + 1, ring)
         other_work = finish_block(plan, r, old, old_slot, blocks)
@@ -6752,8 +6751,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
 
 
 def enter_again(plan: Plan, r, slot):
-    """Store the saved keys and values of block i in their slot, and transpose y_grad. With XSA,
-    v_grads stores the values in float32 for undo_outputs."""
+    """Store block i's saved keys and values in `slot`, and transpose y_grad. With XSA, also store
+    the float32 values in v_grads for undo_outputs."""
     n, h, v, _ = plan.sizes
     for c in range(n):
         r.keys[slot, c] = r.saved_k[0, :, rows_of_head(c, h)]
@@ -6767,8 +6766,9 @@ def enter_again(plan: Plan, r, slot):
 
 
 def undo_outputs(plan: Plan, r, slot, c: int):
-    """Run finish_outputs of head c backward: update y_grads, write the gradients of gates and XSA,
-    return `mean` [1, block]. XSA is y - share (y.v / v.v) v; its gradient of v goes to v_grads."""
+    """Backpropagate through finish_outputs for head c: update y_grads, write the gradients of gates
+    and XSA, and return `mean` [1, block]. XSA is y - share (y.v / v.v) v. Its gradient for v goes
+    to v_grads."""
     row = 0, slice(c, c + 1)
     part = rows_of_head(c, plan.heads.v_width)
     y, grad = r.saved_y[0, part], r.y_grads[part]
@@ -6786,7 +6786,7 @@ def undo_outputs(plan: Plan, r, slot, c: int):
     if r.xsa is not None:
         back = dot(grad, value) / square
         r.xsa_grad[row] = -back * along * square
-        twice = jnp.where(square > 1e-8, 2 * along, 0.0)  # the lower bound is constant
+        twice = jnp.where(square > 1e-8, 2 * along, 0.0)  # no gradient below 1e-8
         r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * value))
         grad -= share * back * value
     r.y_grads[part] = grad.astype(r.y_grads.dtype)
@@ -6794,15 +6794,15 @@ def undo_outputs(plan: Plan, r, slot, c: int):
 
 
 def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, other_work: Iterator):
-    """Add to the gradients of queries of block i and keys of block i - j by the formulas above.
-    `means` come from undo_outputs. `other_work` advances by a step after each pair of heads."""
+    """Accumulate the gradients of block i's queries and block i - j's keys and values (formulas
+    above). `means` come from undo_outputs. `other_work` advances one step after each head pair."""
     _, h, v, _ = plan.sizes
     dtype = r.y_grads.dtype
     keys, queries = plan.part(j)
     key_slot = lax.rem(r.i - j + plan.ring, plan.ring)
     slot = lax.rem(r.i, plan.ring)
 
-    def finish(c, o, weights, grad):  # gets the weights and the gradients of scores
+    def finish(c, o, weights, grad):  # grad: score gradients
         first_of_keys = j == 0 and c < plan.half
         first_of_queries = j == 0 and o < plan.half
         of_keys, of_queries = rows_of_head(o, h), rows_of_head(c, h)
@@ -6814,9 +6814,8 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, other
         q_grad = times(r.transposed_keys[key_slot, of_keys, keys], grad)
         add_or_set(r.q_grads, (slot, of_queries, queries), q_grad, first_of_queries)
 
-    # The compiler keeps the order of matmuls. To hide their latency, the last three matmuls of a
-    # pair of heads come after the scores of the next two pairs have begun. `other_work` keeps the
-    # vector unit busy meanwhile.
+    # The compiler keeps the matmul order. To hide latency, the last three matmuls of a head pair
+    # run after the score matmuls of the next two pairs.
     in_flight = []
     for c, o in plan.pairs:
         score = times(r.keys[key_slot, o, keys], r.saved_q[0, rows_of_head(c, h), queries])
@@ -6836,8 +6835,8 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, other
 
 
 def finish_block(plan: Plan, r, old, slot, blocks: int):
-    """Run enter_keys and enter_values backward for the gradients of block `old`, which were summed
-    in `slot`, and write them. Yields after each tile."""
+    """Backpropagate block `old`'s gradients, accumulated in `slot`, through enter_keys and
+    enter_values, and write the results. Yield after each tile."""
     n, h, v, _ = plan.sizes
 
     def write(lanes, grads):
@@ -6876,7 +6875,7 @@ def finish_block(plan: Plan, r, old, slot, blocks: int):
 
 
 def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
-    """Return the gradient of a head's keys in block `old` before offset_key."""
+    """Backpropagate a head's key gradient in block `old` through offset_key."""
     grad = r.k_grads[slot, rows]
     if not plan.heads.offset:
         return grad
@@ -6885,14 +6884,14 @@ def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
     next_block = r.k_grads[lax.rem(slot + 1, plan.ring), rows, :1]
     next_block = jnp.where(old + 1 < blocks, next_block, 0.0)
     moved = jnp.where(column == block - 1, next_block, pltpu.roll(grad, block - 1, 1))
-    moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first token kept its own key
+    moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first token keeps its own key
     return jnp.where(unrotated(len(grad)), moved, grad)
 
 
 def transposed_rope_tables(freqs, token_positions):
-    """Return cos and sin of evenly spaced positions [kinds, t] * freqs: [kinds, frequencies, t].
-    The addition theorem combines the angles of every 128th token and of the first 128: cosines of
-    all positions are predicted to take longer than some layers on a TPU."""
+    """Return cos and sin of positions * freqs, [kinds, frequencies, t]. Positions [kinds, t] must
+    be evenly spaced: the angle addition formulas combine every 128th token with the first 128
+    tokens. Computing every cosine is predicted to take longer than some layers on a TPU."""
     near = (token_positions[:, :128] - token_positions[:, :1])[:, None, None]
     far = token_positions[:, None, ::128, None]
     angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in (far, near)]
@@ -6904,8 +6903,8 @@ def transposed_rope_tables(freqs, token_positions):
 
 
 def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
-    """Return attend_heads, by one TPU kernel forward and one backward, under the conditions in
-    why_plain_attention. freqs and scale get no gradients."""
+    """Compute attend_heads with one forward and one backward TPU kernel. why_plain_attention lists
+    the requirements. freqs and scale get no gradients."""
     added_btd, added_gates_btn = inputs.added or (None, None)
     t = inputs.segments_bt.shape[1]
     window = min(heads.window, t * (1 + heads.paired))
@@ -6917,8 +6916,8 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     token_positions = positions(t, heads)[:, : 1 + heads.paired].T
     tables = transposed_rope_tables(freqs, token_positions)
     constants = {
-        "starts": starts[:, None],  # [b, 1, t]: first token of each token's document
-        # First block of the document of each block's first token: earlier blocks are skipped.
+        "starts": starts[:, None],  # [b, 1, t]: start of each token's document
+        # Earliest block to visit: where the document of each block's first token starts.
         "earliest": starts[:, :: plan.block] // plan.block,
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(inputs.scale, 1).astype(jnp.float32),
@@ -6936,16 +6935,16 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     return attend(arrays)
 
 
-# ---- For TPUs: per-token weighted sums, and gradients of tables ---------------------------------
+# ---- Per-token weighted sums and table gradients for TPUs ---------------------------------------
 
-# XLA for a v6e runs blend as ten passes over a float32 sum in memory, and its backward pass as ten
-# more. In one kernel a block of tokens stays in VMEM for all sources (predicted: 12 s less of a run
+# On a v6e, XLA runs blend as ten passes over a float32 sum in memory, plus ten in the backward
+# pass. One kernel keeps a block of tokens in VMEM for all sources (predicted to save 12 s per run
 # on a v6e-8).
 
 
 def blend_inputs(x, weights, sources) -> tuple:
-    """Return (inputs, grid) for both kernels of blend_tpu. A matmul spreads the weights [t, k, g]
-    of k sources over d features, d / g for each weight: w @ hot[j] is [block, d] for source j."""
+    """Return (inputs, grid) for both blend_tpu kernels. A matmul spreads the weights [t, k, g] of k
+    sources over d features, d / g per weight: w @ hot[j] is [block, d] for source j."""
     t, d = flat(sources[0]).shape
     dtype = sources[0].dtype
     k, g = weights.shape[2:]
@@ -6956,7 +6955,7 @@ def blend_inputs(x, weights, sources) -> tuple:
 
     lanes = -(-k * g // LANES) * LANES  # full tiles
     packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, lanes - k * g)))
-    # A float32 weight is the sum of two numbers of `dtype`, the dtype of the matmul.
+    # Split each float32 weight into a sum of two `dtype` numbers, because matmuls run in `dtype`.
     rounded = packed.astype(dtype)
     rest = (packed - rounded.astype(jnp.float32)).astype(dtype)
     w = jnp.concatenate([rounded, rest], axis=1)
@@ -6966,7 +6965,7 @@ def blend_inputs(x, weights, sources) -> tuple:
         "ys": ([flat(y) for y in sources], block_spec),  # [block, d] each
     }
     lane = jnp.arange(2 * lanes) % lanes
-    weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # of each feature
+    weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # index per feature
     hot = (lane[None, :, None] == weight[:, None]).astype(dtype)
     inputs["hot"] = hot, as_one_block  # [k, 2 lanes, d]: 1 where the lane has the feature's weight
     return inputs, {"i": t // block}
@@ -6974,7 +6973,7 @@ def blend_inputs(x, weights, sources) -> tuple:
 
 @jax.custom_vjp
 def blend_tpu(x_btd, weights, sources):
-    """Return blend in one TPU kernel; another one computes the gradients."""
+    """Compute blend in one TPU kernel, and the gradients in another."""
     inputs, grid = blend_inputs(x_btd, weights, sources)
     ys, block_spec = inputs["ys"]
     outputs = {"y": (ys[0], block_spec)}  # [block, d]
@@ -6991,10 +6990,10 @@ def blend_tpu(x_btd, weights, sources):
 
 
 def blend_tpu_backward(kept, grad_btd):
-    """Return the gradients of x (grad_btd itself), of the weights (sums of gradient * source over
-    the features of a weight), and of the sources (gradient * weights)."""
+    """Return the gradients of x (grad_btd itself), the weights (gradient * source, summed over each
+    weight's features) and the sources (gradient * weight)."""
     x_btd, weights, sources = kept
-    inputs, grid = blend_inputs(grad_btd, weights, sources)  # x is the gradient
+    inputs, grid = blend_inputs(grad_btd, weights, sources)  # r.x is the gradient
     w, block_spec = inputs["w"]
     lanes = w.shape[1] // 2
     outputs = {
@@ -7023,22 +7022,22 @@ def blend_tpu_backward(kept, grad_btd):
 blend_tpu.defvjp(lambda *arrays: (blend_tpu(*arrays), arrays), blend_tpu_backward)
 
 
-# XLA scatters the gradient of a lookup row by row, in float32 since frequent ids occur thousands of
-# times. Matmuls with one-hot matrices are predicted to save 6 s of a run on a v6e-8. If tokens are
-# sorted by id, few blocks of tokens meet a tile of table rows. Each meeting is one matmul of a
-# one-hot matrix [tile, block] and a block of each table's rows.
+# XLA scatters lookup gradients row by row, in float32 because frequent ids occur thousands of
+# times. One-hot matmuls are predicted to save 6 s per run on a v6e-8. With tokens sorted by id,
+# each tile of table rows meets only a few token blocks. Each meeting is one matmul per table: a
+# one-hot matrix [tile, block] times a block of gradient rows.
 
-ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
+ROW_TILE = 256  # table rows per one-hot matmul
 
 
 def meetings(ids, rows: int, block: int):
-    """Return (tile, block), int32 [steps]: which ROW_TILE of the `rows` of a table meets which
-    `block` of tokens, with ascending ids, at each step. Every tile has a step. Tiles and blocks
-    both ascend, so at most tiles + blocks - 1 steps are needed; in the rest, block is `blocks`."""
+    """Return (tile, block), int32 [steps]: the tile of table rows and the token block for each
+    step. `ids` are sorted. Every tile has at least one step. Tiles and blocks both ascend, so at
+    most tiles + blocks - 1 steps are needed. Unused steps have block = number of blocks."""
     tiles = -(-rows // ROW_TILE)
     blocks = ids.size // block
     first_ids = jnp.arange(tiles + 1) * ROW_TILE
-    starts = jnp.searchsorted(ids, first_ids).astype(jnp.int32)  # the first token of each tile
+    starts = jnp.searchsorted(ids, first_ids).astype(jnp.int32)  # first token of each tile
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
     last = jnp.maximum((starts[1:] - 1) // block, first)
     ends = jnp.cumsum(last - first + 1)  # for each tile, one past its last step
@@ -7049,7 +7048,7 @@ def meetings(ids, rows: int, block: int):
 
 
 def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
-    """Return scatter_rows by one TPU kernel, with float32 sums, rounded to the dtype of `rows`."""
+    """Compute scatter_rows in one TPU kernel. Sum in float32, then round to the dtype of `rows`."""
     v, d = table_vd.shape
     rows = [flat(x) for x in jax.tree.leaves(rows)]
     tables = len(rows)
@@ -7064,21 +7063,21 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     steps = len(tile_of_step)
     blocks = ids.size // block
 
-    def of_block(x):  # the tokens of this step
+    def of_block(x):  # this step's tokens
         shape = len(x) // blocks, *x.shape[1:]
         rest = (0,) * (x.ndim - 1)
         return pl.BlockSpec(shape, lambda i, r: (jnp.minimum(r["block"][i], blocks - 1), *rest))
 
-    def of_tile(x):  # the tile of this step, in all tables
+    def of_tile(x):  # this step's tile in each table
         return pl.BlockSpec((tables, ROW_TILE, d), lambda i, r: (0, r["tile"][i + 1], 0))
 
-    # "tile" is padded with -1, which is no tile, before the first step and after the last.
+    # Pad "tile" with -1 (no tile) before the first step and after the last.
     tile_of_step = jnp.pad(tile_of_step, 1, constant_values=-1)
     scalars = {"tile": tile_of_step, "block": block_of_step}
-    # References are [1, 1, block], and for each table [block, d].
+    # References: ids [1, 1, block]; rows [block, d] for each table.
     inputs = {"ids": (ids.reshape(blocks, 1, block), of_block), "rows": (rows, of_block)}
     outputs = {"sums": (jax.ShapeDtypeStruct((tables, v // tables, d), dtype), of_tile)}
-    scratch = {"total": pltpu.VMEM((tables, ROW_TILE, d), jnp.float32)}  # sums, not rounded
+    scratch = {"total": pltpu.VMEM((tables, ROW_TILE, d), jnp.float32)}  # unrounded sums
 
     def body(r):
         before, tile, after = (r.tile[r.i + k] for k in range(3))
@@ -7105,37 +7104,37 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
 
 # ---- Attention for NVIDIA GPUs ------------------------------------------------------------------
 
-# The forward kernel runs a block of queries of one head against all keys that it can see, tile by
-# tile (FlashAttention, Dao et al. 2022). The backward pass has two kernels: one goes through the
-# keys of a block of queries, the other through the queries of a block of keys. Visible keys are one
-# contiguous range of the row, so tiles outside cost nothing. QK norm bounds the scores, so no
-# running maximum is needed. Pallas compiles with Triton (deprecated since JAX 0.11; its successor
-# Mosaic GPU cannot be interpreted on a CPU).
+# The forward kernel processes one block of queries for one head, and loops over tiles of visible
+# keys (FlashAttention, Dao et al. 2022). The backward pass has two kernels: one loops over keys for
+# each query block, the other over queries for each key block. Visible keys are contiguous, so tiles
+# outside the range are skipped. The kernels use Triton (deprecated since JAX 0.11), because CPUs
+# cannot interpret Mosaic GPU kernels.
 
 
 class Tiles(NamedTuple):
-    """How a kernel tiles its work. In attention, `block` and `tile` are powers of two up to 128."""
+    """Tile sizes of a GPU kernel. In attention, `block` and `tile` are powers of two up to 128."""
 
-    block: int  # tokens (queries or keys) per step of the grid
-    tile: int  # keys, queries or logits that a block is combined with at a time
+    block: int  # tokens (queries or keys) per grid step
+    tile: int  # keys, queries or logits per loop iteration
     warps: int
-    stages: int  # number of tiles in flight at once
+    stages: int  # tiles in flight at once
 
 
-THREE_STAGES = 164_928  # bytes of shared memory, for heads of width 128 (from compiled programs)
+THREE_STAGES = 164_928  # bytes of shared memory, for head dim 128 (from compiled programs)
 
 
 def tiles_for(cfg: Config, device) -> Tiles:
-    """Return the fastest tiles on an H100 (other GPUs are not timed), with two stages if three do
-    not fit the shared memory. If JAX does not report its size: 99 KiB, the least since Ampere."""
+    """Return the fastest tiles on an H100 (other GPUs are untimed), with two stages if three do not
+    fit in shared memory. If JAX does not report the shared memory size, assume 99 KiB, the minimum
+    since Ampere."""
     room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
     return Tiles(64, 64, warps=4, stages=3 if room >= THREE_STAGES else 2)
 
 
 def sum_tiles(first, last, tile: int, add: Callable, *shapes):
-    """Return float32 sums of these shapes over all tiles with tokens in range for the block, which
-    is from `first` to `last`, int [block], for each token. add(place of the tile in the row, mask
-    [block, tile], sums so far) returns the new sums."""
+    """Return float32 sums of the given `shapes` over all tiles visible to a block. Each token in
+    the block sees tokens `first` to `last`, int [block]. add(tile position, mask [block, tile],
+    sums) returns the new sums."""
 
     def add_tile(j, sums):
         tokens = (j * tile + jnp.arange(tile))[None]
@@ -7148,10 +7147,10 @@ def sum_tiles(first, last, tile: int, add: Callable, *shapes):
 
 
 def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
-    """Call run_kernel with a step for each block of each head and row. body(r, positions of the
-    block's tokens in the row) has references to a block of each array in `blocks` and `outputs`
-    (name -> array or jax.ShapeDtypeStruct), and to a full row of each array in `rows`. Arrays are
-    [b, t, n, h or v], [b, n, t] or [b, t], and references [tokens, h or v] or [tokens]."""
+    """Call run_kernel with one step per block, head and row. body(r, token positions of the block)
+    gets references to one block of each array in `blocks` and `outputs` (name -> array or
+    jax.ShapeDtypeStruct), and to a full row of each array in `rows`. Arrays are [b, t, n, h or v],
+    [b, n, t] or [b, t]. References are [tokens, h or v] or [tokens]."""
     b, t, n, _ = (blocks | rows)["q"].shape
 
     def block_spec(tokens: int, block_at: Callable, x):
@@ -7176,7 +7175,7 @@ def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, 
 
 
 def attend_gpu_forward(tiles: Tiles, arrays: dict):
-    """Return (y [b, t, n, v], arrays with y and log_sums: log2 of the softmax sums [b, n, t])."""
+    """Return (y [b, t, n, v], residuals: `arrays`, y, and log2 of the softmax sums [b, n, t])."""
     b, t, n, v = arrays["v"].shape
     dtype = arrays["q"].dtype
     queries = {name: arrays[name] for name in ("q", "first")}
@@ -7202,7 +7201,7 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
 
 
 def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
-    """Return the gradients of q, k and v by the formulas above attend_tpu_backward."""
+    """Return the gradients of q, k and v (formulas above attend_tpu_backward)."""
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     queries = {"q": arrays["q"], "log_sums": arrays["log_sums"], "mean": mean, "y_grad": y_grad}
     keys = {"k": arrays["k"], "v": arrays["v"]}
@@ -7212,7 +7211,7 @@ def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
 
 
 def query_gradients(tiles: Tiles, queries: dict, keys: dict):
-    """Return the gradient of q: each step sums over the keys of a block of queries."""
+    """Return the gradient of q."""
     dtype = queries["q"].dtype
 
     def body(r, tokens):
@@ -7236,7 +7235,7 @@ def query_gradients(tiles: Tiles, queries: dict, keys: dict):
 
 
 def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
-    """Return the gradients of k and v: each step sums over the queries that see a block of keys."""
+    """Return the gradients of k and v."""
     dtype = keys["k"].dtype
 
     def body(r, tokens):
@@ -7261,19 +7260,19 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
 
 
 def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Return attend_plain, by one kernel forward and two backward. Rows must be multiples of 128
-    tokens, widths of heads powers of two, and scores at most MAX_SCORE."""
+    """Compute attend_plain with one forward and two backward kernels. Row lengths must be multiples
+    of 128, head dims powers of two, and scores at most MAX_SCORE."""
     t = segments_bt.shape[1]
     token = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
-    mirrored = document_starts(segments_bt[:, ::-1])[:, ::-1]  # from the end of the row
+    mirrored = document_starts(segments_bt[:, ::-1])[:, ::-1]  # counted from the row end
     stops = t - 1 - mirrored
     arrays = {
-        "q": (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype),  # the exponential is 2^x
+        "q": (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype),  # kernels compute 2^x
         "k": k_btnh,
         "v": v_btnh,
-        "first": jnp.maximum(starts, token - window),  # first key that a query can see
-        "last": jnp.minimum(stops, token + window),  # last query that can see a key
+        "first": jnp.maximum(starts, token - window),  # each query's first visible key
+        "last": jnp.minimum(stops, token + window),  # last query that sees each key
     }
     attend = jax.custom_vjp(lambda arrays: attend_gpu_forward(tiles, arrays)[0])
     forward_pass = functools.partial(attend_gpu_forward, tiles)
@@ -7284,17 +7283,16 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
 
 # ---- Loss for NVIDIA GPUs -----------------------------------------------------------------------
 
-# On GPUs XLA calls a library for matmuls, so the logits are written to memory, in bfloat16. A
-# kernel then computes the losses, and replaces the logits by their gradients.
+# On GPUs, XLA calls a matmul library, which writes bfloat16 logits to memory. A kernel then
+# computes the losses and overwrites the logits with their gradients.
 
-LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)  # one token per step, 2048 logits at a time
+LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)
 
 
 def loss_rows(logits_tv, targets, weights, cfg: Config):
-    """Return (losses float32 [t, targets], gradients [t, v] of their weighted sum for the logits,
-    in the memory of the logits). tanh is off by up to 2^-11 of its value, as upstream. A step reads
-    a row twice, the second time from a cache, while XLA's own code reads memory twice. (On an H100
-    the loss took 13 % less time in isolation.)"""
+    """Return (losses float32 [t, targets], logit gradients [t, v] of the weighted loss sum). The
+    gradients overwrite the logits. tanh has a relative error of up to 2^-11, as upstream. Each step
+    reads a row twice, but the second read hits the cache, unlike in XLA's own code."""
     a, b, c = cfg.logit_cap
     half = a / 2
     t, v = logits_tv.shape
@@ -7304,7 +7302,7 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
     def row(x):
         return pl.BlockSpec((None, x.shape[1]), lambda i, _: (i, 0))
 
-    def row_of_logits(x):  # in full tiles: the last may extend beyond the row
+    def row_of_logits(x):  # full tiles; the last one may extend past the row
         return pl.BlockSpec((None, tiles * tile), lambda i, _: (i, 0))
 
     inputs = {"z": (logits_tv, row_of_logits), "targets": (targets, row), "weights": (weights, row)}
@@ -7319,7 +7317,7 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
 
         tanh = jnp.tanh if compiled_for() == "cpu" else triton.approx_tanh
         weighted_targets = [(r.targets[k], r.weights[k]) for k in range(targets.shape[1])]
-        # Read before gradients overwrite logits: all threads synchronize in the sum below.
+        # Read target logits before gradients overwrite the row. The sum below synchronizes threads.
         for k, (target, _) in enumerate(weighted_targets):
             r.z_targets[k] = r.z[target]
 
@@ -7348,14 +7346,14 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
 
         lax.fori_loop(0, tiles, store, None)
 
-    how = {"tiles": LOSS_TILES, "aliases": {0: 0}}  # grad in place of z
+    how = {"tiles": LOSS_TILES, "aliases": {0: 0}}  # grad overwrites z
     written = run_kernel("loss", {"i": t}, inputs, outputs, body, **how)
     losses = jnp.log(written["sum"]) - half * squash(written["z_targets"], cfg)
     return losses, written["grad"]
 
 
 def end_process(status: int):
-    """End this process. After an error it does not wait for threads that still compile."""
+    """Exit. After an error, do not wait for threads that are still compiling."""
     if status:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -350,7 +350,7 @@ def test_wrong_kernels_on_one_of_several_hosts_are_refused(failures, monkeypatch
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(T, "from_processes", lambda number: [0, 1])
     failures.clear()  # on this host all kernels are correct
-    with pytest.raises(T.UserError, match="kernels are wrong here, or on another host"):
+    with pytest.raises(T.UserError, match="kernels failed on this or another host"):
         T.check_kernels(CFG, TPU, CHOSEN, print)
 
 

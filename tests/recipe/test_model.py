@@ -128,7 +128,7 @@ def test_shared_keys_have_no_attention_kernel():
     device = SimpleNamespace(device_kind="TPU v6 lite", platform="tpu")
     cfg = replace(T.PRESETS["speedrun"], kv_heads=2)
     kernels, why = T.choose_kernels(cfg, device)
-    assert kernels.attend is T.PLAIN.attend and "share no keys" in why
+    assert kernels.attend is T.PLAIN.attend and "do not share keys" in why
     assert kernels.blend is not T.PLAIN.blend
 
 
