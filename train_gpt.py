@@ -5797,7 +5797,7 @@ def why_no_kernels(cfg: Config, device) -> str:
     if backend not in ("tpu", "gpu"):
         return f"there are no kernels for a {backend}"
     if backend == "gpu" and capability(device) < 8:
-        return "kernels need compute capability 8.0 or higher"
+        return "kernels need compute capability 8.0+"
     if re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", device.device_kind):
         return f"a {device.device_kind} has less than 128 MiB of VMEM"
     if backend == "tpu" and cfg.width % LANES:
