@@ -6111,7 +6111,7 @@ def loss_gradients(softmax: Softmax, x_td, head_vd, targets, weights, copy_grad_
     ([v, d], float32). pointed_slopes returns `weights` (non-negative) and `copy_grad_t`.
 
     The gradient of logit z is (total weight of the token * probability - target weight of z), times
-    the cap's slope a/4c (1 - squash^2). It splits into two factors:
+    the cap's slope a/4c (1 - squash^2). The gradient splits into two factors:
         a/4c weight / sum   *   (1 - squash^2) (exponential - target weight * sum / weight)
     The first factor is per token, so x and the gradient of x are scaled instead of [t, v]. For
     non-target logits, Softmax stores the second factor."""
@@ -6385,7 +6385,7 @@ class Plan(NamedTuple):
         return in_rows, in_columns
 
     def tables_of(self, ref, c: int):
-        """Return cos and sin [h / 2, block] for head c. Odd paired heads have other positions."""
+        """Return head c's cos and sin [h / 2, block]. Paired odd heads have different positions."""
         half = self.heads.qk_width // 2
         sines = ref.shape[1] // 2  # the cosines come first
         first = half * (c % 2) if self.heads.paired else 0
@@ -6543,7 +6543,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: rotated queries
         "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values including `added`
         "saved_y": saved(in_columns, b, n * v, t),  # [1, n v, block]: outputs before XSA and gates
-        "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]
+        "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]: base 2
     }
     scratch = {
         # Ring buffers: block m is in slot m % slots. Values are transposed, with ones below.
@@ -6669,11 +6669,11 @@ def finish_outputs(plan: Plan, r, slot):
 #
 # A key's gradient is a sum over all query blocks that see the key, so blocks stay in a ring buffer.
 # Block m enters slot m % ring at step m, and finish_block writes its gradients at step
-# m + ring - 1. Step i runs block i's queries against blocks i, i - 1, ..., i - slots + 1. This
-# completes block i's q_grad and adds one term to each block's k_grad and v_grad. With the key
-# offset, a block waits one more step, because half of the next block's first key comes from this
-# block's last token. Example: step 7 in a row of 9 blocks, with 3 slots and the key offset (`parts`
-# counts the terms in k_grad and v_grad before and after the step):
+# m + ring - 1. Step i runs block i's queries against blocks i, i - 1, ..., i - slots + 1, which
+# completes block i's q_grad and adds one term to k_grad and v_grad of each visited block. With the
+# key offset, a block waits one more step, because half of the next block's first key comes from
+# this block's last token. Example: step 7 in a row of 9 blocks, with 3 slots and the key offset
+# (`parts` counts the terms in k_grad and v_grad before and after the step):
 #
 #     block      0      1      2      3      4      5      6      7      8
 #              done   done   done finishes waits   seen   seen  enters  to come
@@ -6767,8 +6767,8 @@ def enter_again(plan: Plan, r, slot):
 
 def undo_outputs(plan: Plan, r, slot, c: int):
     """Backpropagate through finish_outputs for head c: update y_grads, write the gradients of gates
-    and XSA, and return `mean` [1, block]. XSA is y - share (y.v / v.v) v. Its gradient for v goes
-    to v_grads."""
+    and XSA, and return `mean` [1, block]. XSA is y - share (y.v / v.v) v. The XSA gradient with
+    respect to v goes to v_grads."""
     row = 0, slice(c, c + 1)
     part = rows_of_head(c, plan.heads.v_width)
     y, grad = r.saved_y[0, part], r.y_grads[part]
@@ -7125,8 +7125,8 @@ THREE_STAGES = 164_928  # bytes of shared memory, for head dim 128 (from compile
 
 def tiles_for(cfg: Config, device) -> Tiles:
     """Return the fastest tiles on an H100 (other GPUs are untimed), with two stages if three do not
-    fit in shared memory. If JAX does not report the shared memory size, assume 99 KiB, the minimum
-    since Ampere."""
+    fit in shared memory. If JAX does not report the shared memory size, assume 99 KiB (the minimum
+    since Ampere)."""
     room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
     return Tiles(64, 64, warps=4, stages=3 if room >= THREE_STAGES else 2)
 
@@ -7148,9 +7148,9 @@ def sum_tiles(first, last, tile: int, add: Callable, *shapes):
 
 def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
     """Call run_kernel with one step per block, head and row. body(r, token positions of the block)
-    gets references to one block of each array in `blocks` and `outputs` (name -> array or
-    jax.ShapeDtypeStruct), and to a full row of each array in `rows`. Arrays are [b, t, n, h or v],
-    [b, n, t] or [b, t]. References are [tokens, h or v] or [tokens]."""
+    gets one block of each array in `blocks` and `outputs`, and a full row of each array in `rows`.
+    Outputs can be jax.ShapeDtypeStruct. Arrays are [b, t, n, h or v], [b, n, t] or [b, t].
+    References are [tokens, h or v] or [tokens]."""
     b, t, n, _ = (blocks | rows)["q"].shape
 
     def block_spec(tokens: int, block_at: Callable, x):
