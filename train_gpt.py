@@ -5431,7 +5431,7 @@ OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather",
 
 def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
     """Return XLA compiler options. On TPUs, offload collectives and scatters to the SparseCores
-    (predicted to be faster), but not gathers, which can be slower there (JAX issue 40553)."""
+    (predicted), but not gathers, which can be slower there (JAX issue 40553)."""
     if backend == "gpu":  # otherwise XLA keeps fused activations in float32
         return {"xla_allow_excess_precision": False}
     if backend != "tpu" or not cfg.sparse_cores:
@@ -6086,7 +6086,7 @@ class Softmax(NamedTuple):
 def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
     """Return (losses float32 [t, targets], Softmax). If `pointing`, every token's last target is
     `<copy>`. On TPUs, XLA fuses the softmax with the matmul and stores no float32 [t, v].
-    Recomputing the target logits is predicted to be faster than selecting columns of [t, v]."""
+    Recomputing the target logits is predicted than selecting columns of [t, v]."""
     half = cfg.logit_cap[0] / 2
     z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
     squashed_tv = squash(z_tv, cfg)
