@@ -220,7 +220,7 @@ def source_of(folder: Path, section: str) -> tuple[bytes, bool]:
     require(not more, f"log.txt has a source although it refers to {SOURCE_FILE}")
     with about("the source that log.txt refers to"):
         source = read(folder.parent / SOURCE_FILE, str.encode)
-    agree(f"first line of log.txt, with the hash of {SOURCE_FILE}", line, source_line(source)[:-1])
+    agree(f"log.txt refers to another {SOURCE_FILE}", line, source_line(source)[:-1])
     return source, False
 
 

@@ -191,7 +191,7 @@ def set_clock_back(record: Path, run: Path):
                 in_log(record, run, old, new)
 
 
-def as_older(record: Path, run: Path | None = None):
+def as_older(record: Path):
     """Move the source into each log, as in records from before source.py."""
     source = (record / "source.py").read_bytes()
     for log in record.glob("*/log.txt"):
@@ -281,13 +281,13 @@ FORGED = {
     "no number for a loss": (in_metrics, {"val_loss": float("nan")}, "nan in metrics.jsonl"),
     "no training loss": (in_metrics, {"at": 3, "train_loss": float("nan")}, "nan is not a loss"),
     "a changed source in a log": (source_in_log, {}, "sha256 in run.json, of the source: "),
-    "a changed source": (in_source, {}, "first line of log.txt, with the hash of source.py: "),
+    "a changed source": (in_source, {}, "log.txt refers to another source.py: source: "),
     "a changed source with its hash": (in_source, {"hashed": True},
         "sha256 in run.json, of the source: "),
     "another hash in run.json": (in_json, {"source_sha256": "0" * 64},
         f"sha256 in run.json, of the source: {'0' * 64}, not {SOURCE_HASH}"),
     "another hash in a log": (in_log, {"old": SOURCE_HASH, "new": "0" * 64},
-        f"of source.py: source: ../source.py, sha256 {'0' * 64}, not source: ../source.py, sha256"),
+        f"source: ../source.py, sha256 {'0' * 64}, not source: ../source.py, sha256 {SOURCE_HASH}"),
     "a hash and a source in one log": (in_log, {"old": RULE, "new": f"{SOURCE}\n{RULE}"},
         "log.txt has a source although it refers to source.py"),
     "sources in the logs and in source.py": (two_sources, {},
