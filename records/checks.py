@@ -1,9 +1,13 @@
 """The rules for runs and records. They are checked by reading logs; no source is executed.
 
-A record is a folder records/TRACK/DATE_NAME/. It has one folder per run, with the three files that
-train_gpt.py writes (log.txt, metrics.jsonl, run.json), and record.json, with the author's
-description and the results. All results are derived from the logs again and compared. Only a few
-fields of a run's config are read (see `planned`), so records stay valid when train_gpt.py changes.
+A record is a folder records/TRACK/DATE_NAME/. It has record.json (the author's description and the
+results), source.py (the train_gpt.py of its runs) and one folder per run. A run folder has the
+three files that train_gpt.py writes: log.txt, metrics.jsonl and run.json. In a record, log.txt
+begins with the SHA-256 of source.py instead of the source (see `source_line`). In older records and
+in the run directories of train_gpt.py, log.txt contains the source itself.
+
+All results are derived from the logs again and compared. Only a few fields of a run's config are
+read (see `planned`), so records stay valid when train_gpt.py changes.
 
 tokens.json has the size and hash of each shard that a record may use, by token stream: `fineweb`,
 or `builtin-` and the beginning of a hash, because every version of Python has its own demo corpus.
@@ -58,6 +62,8 @@ NAME = re.compile(r"[A-Za-z0-9-]+")  # of a record
 HASH = re.compile(r"[0-9a-f]{64}")  # SHA-256
 CLOCK_MS = 5  # largest difference between the times of a step in log.txt and in metrics.jsonl
 RULE = re.compile(r"^={100}\n", re.M)  # separates the sections of log.txt
+SOURCE_FILE = "source.py"  # in a record's folder: the source of all its runs
+SOURCE_LINE = f"source: ../{SOURCE_FILE}"  # start of a log without source; it is not valid Python
 STEP = re.compile(r"step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms step_avg:\S+ms")
 
 
@@ -151,7 +157,8 @@ class Run(NamedTuple):
     """The files of one run."""
 
     folder: Path
-    source: bytes  # from log.txt
+    source: bytes  # from log.txt, or from source.py in the record's folder
+    in_log: bool  # whether log.txt contains the source
     words: list[str]  # arguments of train_gpt.py, without seed and folders
     facts: dict  # run.json
     metrics: list[dict]  # metrics.jsonl
@@ -200,6 +207,23 @@ def planned(config: dict) -> Iterator[tuple[int, bool, int]]:
     yield steps, True, tokens
 
 
+def source_line(source: bytes) -> str:
+    """Return the line that replaces the source in the logs of a record."""
+    return f"{SOURCE_LINE}, sha256 {hashlib.sha256(source).hexdigest()}\n"
+
+
+def source_of(folder: Path, section: str) -> tuple[bytes, bool]:
+    """Return (source of a run, whether its log contains it), given the first section of the log."""
+    if not section.startswith(SOURCE_LINE):
+        return section.removesuffix("\n").encode(), True
+    line, _, more = section.partition("\n")
+    require(not more, f"log.txt has a source although it refers to {SOURCE_FILE}")
+    with about("the source that log.txt refers to"):
+        source = read(folder.parent / SOURCE_FILE, str.encode)
+    agree(f"log.txt refers to another {SOURCE_FILE}", line, source_line(source)[:-1])
+    return source, False
+
+
 def read_run(folder: Path) -> Run:
     """Return the run in `folder`; refuse it if its files are incomplete or contradictory."""
     with about(folder.name):
@@ -209,11 +233,11 @@ def read_run(folder: Path) -> Run:
         require(facts["run_id"] == folder.name, renamed)
         with about("the date and time in its name"):
             began = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S")
-        source, *sections = read(folder / "log.txt", RULE.split)
+        first, *sections = read(folder / "log.txt", RULE.split)
         heads = [section.split("\n") for section in sections[::2]]
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
-        source = source.removesuffix("\n").encode()
-        run = Run(folder, source, launch(command), facts, metrics, began)
+        source, in_log = source_of(folder, first)
+        run = Run(folder, source, in_log, launch(command), facts, metrics, began)
         check_heads(run, heads)
         lines = [STEP.fullmatch(line) for body in sections[1::2] for line in body.split("\n")]
         check_steps(run, [line for line in lines if line])
@@ -228,7 +252,7 @@ def check_heads(run: Run, heads: list[list[str]]):
     require(not changed, "it was resumed with another source or other settings")
     agree("resumed in run.json, in log.txt", facts["resumed"], resumes > 0)
     digest = hashlib.sha256(run.source).hexdigest()
-    agree("sha256 in run.json, of the source in log.txt", facts["source_sha256"], digest)
+    agree("sha256 in run.json, of the source", facts["source_sha256"], digest)
     agree("seed in run.json, in its config", facts["seed"], facts["config"]["seed"])
     logged = next((json.loads(x[8:]) for x in heads[0] if x.startswith("config: ")), {})
     moved = {"data": "", "devices": 0} if resumes else {}  # fields that a resume may change
@@ -548,6 +572,14 @@ def check_beats(record: Record, other: Record):
     require(changed, "the source and the config are the same as in the standing record")
 
 
+def check_one_source(folder: Path, runs: list[Run]):
+    """Refuse a log that contains a source in a record with source.py: reviewers read source.py."""
+    if (folder / SOURCE_FILE).exists():
+        for run in runs:
+            twice = f"log.txt has a source although the record has {SOURCE_FILE}"
+            require(not run.in_log, f"{run.folder.name}: {twice} (add it again)")
+
+
 def check_record(folder: Path, pinned: dict) -> Record:
     """Return the record in `folder`; refuse it if it breaks a rule, except the rules of ranking."""
     with about(f"{folder.parent.name}/{folder.name}"):
@@ -561,6 +593,7 @@ def check_record(folder: Path, pinned: dict) -> Record:
         require(named, f"name {fields['name']} in record.json: use letters, digits, hyphens")
         require(fields.get("by") and fields.get("what"), "record.json has no `by` or no `what`")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+        check_one_source(folder, runs)
         result = judge(TRACKS[fields["track"]], runs, pinned, older)
         for key in result.keys() | fields["result"].keys():
             agree(f"{key} in record.json", fields["result"].get(key), result.get(key))

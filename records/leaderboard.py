@@ -57,7 +57,7 @@ class Unproven(Exception):
 
 
 def add(root: Path, args) -> str:
-    """Make a record of redacted copies of runs; nothing is written unless it is valid."""
+    """Make a record from redacted copies of runs and from their source; write it if it is valid."""
     named = C.NAME.fullmatch(args.name)
     require(named, f"--name {args.name}: use letters, digits, hyphens; it is part of a folder name")
     require(args.by.strip() and args.what.strip(), "--by and --what must not be empty")
@@ -73,11 +73,12 @@ def add(root: Path, args) -> str:
             if args.pin:
                 pin_tokens(pinned, track, runs[0])
             C.judge(track, runs, pinned)  # redaction could make different runs equal
+            (folder / C.SOURCE_FILE).write_bytes(runs[0].source)  # `judge` compares all sources
             for run in runs:
-                replaced, left = copy_redacted(run.folder, folder / run.folder.name)
+                replaced, left = copy_redacted(run, folder / run.folder.name)
                 kinds |= replaced
                 places |= left
-            copies = [C.read_run(path) for path in sorted(folder.iterdir())]
+            copies = [C.read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
             result = C.judge(track, copies, pinned)
         fields = {"track": args.track, "name": args.name, "by": args.by, "what": args.what}
         fields |= {"beats": None, "result": result}

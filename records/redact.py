@@ -1,8 +1,9 @@
 """Copy runs without private data, because records are public.
 
 Markers such as <redacted:home> replace home folders, user names in paths, hosts and secrets, also
-in URLs. run.json and log.txt change in the same way, so the copy is still consistent. The source in
-log.txt does not change, because its hash is checked.
+in URLs. run.json and log.txt change in the same way, so the copy is still consistent. In log.txt,
+one line with the source's hash replaces the source. `add` stores the source once per record; it is
+not redacted, because its hash is checked.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-from checks import RULE, require
+from checks import RULE, Run, require, source_line
 
 END = r"(?=[/\s:;,'\"]|$)"  # end of a part of a path
 HOME = rf"/(?:home|Users)/([^/\s:;,'\"]+)|/root{END}"
@@ -82,16 +83,16 @@ class Redactor:
         return line if redacted == value else f"{name}{colon}{json.dumps(redacted)}"
 
 
-def copy_redacted(run_dir: Path, copy: Path) -> tuple[set[str], set[str]]:
-    """Copy a run; return (kinds of the replaced text, absolute paths and URLs in the copy)."""
-    facts = json.loads((run_dir / "run.json").read_text("utf-8"))
+def copy_redacted(run: Run, copy: Path) -> tuple[set[str], set[str]]:
+    """Copy a run without its source.
+
+    Return (kinds of the replaced text, absolute paths and URLs in the copy).
+    """
+    run_dir, facts = run.folder, run.facts
     log = (run_dir / "log.txt").read_bytes().decode()
-    end = RULE.search(log).start()
-    source, log = log[:end], log[end:]
-    is_original = MARKER not in f"{json.dumps(facts)}{log}"
-    require(
-        is_original, f"{run_dir.name} has a {MARKER}...> in it: name the original runs, not copies"
-    )
+    log = log[RULE.search(log).start() :]
+    marked = f"{run_dir.name} has a {MARKER}...> in it: name the original runs, not copies"
+    require(MARKER not in f"{json.dumps(facts)}{log}", marked)
     redactor = Redactor(facts, log)
     new = {name: redactor.field(name, value) for name, value in facts.items()}
     copy.mkdir()
@@ -101,5 +102,5 @@ def copy_redacted(run_dir: Path, copy: Path) -> tuple[set[str], set[str]]:
     else:
         (copy / "run.json").write_text(json.dumps(new, indent=1) + "\n", "utf-8")
     log = "\n".join(map(redactor.line, log.split("\n")))
-    (copy / "log.txt").write_bytes((source + log).encode())
+    (copy / "log.txt").write_bytes((source_line(run.source) + log).encode())
     return redactor.kinds, {*PLACE.findall(log)}

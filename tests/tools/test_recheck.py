@@ -48,7 +48,7 @@ def test_refusals_are_one_line(run, shards, tmp_path, capsys):
     other_fields = "its config has other fields than Config in this train_gpt.py"
     for changed in (newer, config | {"new": 1}):
         assert other_fields in refused(*words, config=changed)
-    assert "is of another train_gpt.py" in refused(*words, config=config | {"mlp_width": 64})
+    assert "was saved by another train_gpt.py" in refused(*words, config=config | {"mlp_width": 64})
     assert "there is no " in refused(run / "checkpoints/9", *words[1:])
     data = shutil.copytree(shards, tmp_path / "data")
     write_shard(data / "small_val_000000.bin", T.open_shard(data / "small_train_000001.bin"))

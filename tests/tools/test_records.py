@@ -35,6 +35,7 @@ def as_json(cfg: T.Config) -> dict:
 
 
 BETTER = SOURCE + "better = True\n"
+SOURCE_HASH = sha256(SOURCE.encode()).hexdigest()
 TARGET = C.TRACKS["cpu"].target
 TINY = replace(T.PRESETS["tiny"], steps=12, val_every=5, target=TARGET)
 SPEEDRUN = replace(T.PRESETS["speedrun"], steps=20, extension=2)
@@ -190,11 +191,42 @@ def set_clock_back(record: Path, run: Path):
                 in_log(record, run, old, new)
 
 
+def as_older(record: Path):
+    """Move the source into each log, as in records from before source.py."""
+    source = (record / "source.py").read_bytes()
+    for log in record.glob("*/log.txt"):
+        _, rule, text = log.read_bytes().partition(RULE.encode())
+        log.write_bytes(source + b"\n" + rule + text)
+    (record / "source.py").unlink()
+
+
+def source_in_log(record: Path, run: Path, old="a trainer", new="a cheater"):
+    """Change the source of the run in an older record."""
+    as_older(record)
+    in_log(record, run, old, new)
+
+
 def other_source(record: Path, run: Path, old="a trainer", new="a cheater"):
     """Change the source of the run, and its hash."""
-    in_log(record, run, old, new)
+    source_in_log(record, run, old, new)
     source = (run / "log.txt").read_text().split(f"\n{RULE}\n")[0]
     edit_json(run / "run.json", source_sha256=sha256(source.encode()).hexdigest())
+
+
+def in_source(record: Path, run: Path, hashed=False):
+    """Change source.py, and also its hash in the log if `hashed`."""
+    before = (record / "source.py").read_text()
+    after = before.replace("a trainer", "a cheater")
+    (record / "source.py").write_text(after)
+    if hashed:
+        in_log(record, run, *(sha256(x.encode()).hexdigest() for x in (before, after)))
+
+
+def two_sources(record: Path, run: Path):
+    """Restore source.py after the source has been moved into the logs."""
+    source = (record / "source.py").read_bytes()
+    as_older(record)
+    (record / "source.py").write_bytes(source)
 
 
 def seed_without_effect(record: Path, run: Path):
@@ -248,8 +280,22 @@ FORGED = {
         "step 12: 10000 ms in log.txt, 9000.0 in metrics.jsonl"),
     "no number for a loss": (in_metrics, {"val_loss": float("nan")}, "nan in metrics.jsonl"),
     "no training loss": (in_metrics, {"at": 3, "train_loss": float("nan")}, "nan is not a loss"),
-    "a changed source": (in_log, {"old": "a trainer", "new": "a cheater"},
-        "sha256 in run.json, of the source in log.txt"),
+    "a changed source in a log": (source_in_log, {}, "sha256 in run.json, of the source: "),
+    "a changed source": (in_source, {}, "log.txt refers to another source.py: source: "),
+    "a changed source with its hash": (in_source, {"hashed": True},
+        "sha256 in run.json, of the source: "),
+    "another hash in run.json": (in_json, {"source_sha256": "0" * 64},
+        f"sha256 in run.json, of the source: {'0' * 64}, not {SOURCE_HASH}"),
+    "another hash in a log": (in_log, {"old": SOURCE_HASH, "new": "0" * 64},
+        f"source: ../source.py, sha256 {'0' * 64}, not source: ../source.py, sha256 {SOURCE_HASH}"),
+    "a hash and a source in one log": (in_log, {"old": RULE, "new": f"{SOURCE}\n{RULE}"},
+        "log.txt has a source although it refers to source.py"),
+    "sources in the logs and in source.py": (two_sources, {},
+        "log.txt has a source although the record has source.py (add it again)"),
+    "no source": (lambda record, _: (record / "source.py").unlink(), {},
+        "the source that log.txt refers to: source.py: no such file"),
+    "a source in the folder above": (in_log, {"old": "../source.py", "new": "../../source.py"},
+        "sha256 in run.json, of the source: "),
     "another source in one run": (other_source, {}, "source_sha256 of "),
     "a left-out seed": (lambda record, run: shutil.rmtree(run), {},
         "seeds (choosing seeds means choosing losses): [1, 2, 3], not [0, 1, 2]"),
@@ -768,7 +814,7 @@ def test_derived_numbers(original):
 
 
 def test_add_redacts_homes_hosts_and_secrets_in_its_copy(tmp_path, capsys, monkeypatch):
-    """Redaction changes the whole log except the source. The runs do not change."""
+    """Redaction changes the whole log, but not source.py. The runs do not change."""
     root = empty(tmp_path / "records")
     monkeypatch.setenv("HOME", "/srv/people/mary")
     source = SOURCE + "# /home/jane/x\n"
@@ -803,9 +849,10 @@ def test_add_redacts_homes_hosts_and_secrets_in_its_copy(tmp_path, capsys, monke
         words = f"--coordinator {host} --out '{home}/my runs' --cache={home}/cache --data {home}/d"
         assert facts["command"].endswith(words)
         text = (copy / "log.txt").read_text()
-        assert text.startswith(source)
-        rest = text.removeprefix(source) + (copy / "metrics.jsonl").read_text()
-        assert not re.search("jane|mary|j\\.d|tpu-|abc|root", rest)
+        assert (copy.parent / "source.py").read_text() == source
+        assert text.startswith(f"source: ../source.py, sha256 {facts['source_sha256']}\n{RULE}")
+        text += (copy / "metrics.jsonl").read_text()
+        assert not re.search("jane|mary|j\\.d|tpu-|abc|root", text)
 
 
 def test_the_first_command_of_a_resumed_run_is_redacted(tmp_path, capsys):
@@ -853,14 +900,50 @@ def test_runs_that_only_redaction_makes_equal_are_refused(tmp_path, capsys):
     )
 
 
-def test_a_run_with_nothing_to_redact_is_copied_byte_for_byte(original, tmp_path):
+def test_a_run_with_nothing_to_redact_is_copied_without_its_source(original, tmp_path):
     (run,) = runs_of(tmp_path, [GOOD])
     (copy,) = (original / "cpu/2026-01-01_First").glob(run.name)
-    for name in ("log.txt", "metrics.jsonl", "run.json"):
+    for name in ("metrics.jsonl", "run.json"):
         assert (copy / name).read_bytes() == (run / name).read_bytes()
+    line = f"source: ../source.py, sha256 {SOURCE_HASH}\n"
+    log = (run / "log.txt").read_text()
+    assert (copy / "log.txt").read_text() == log.replace(f"{SOURCE}\n", line, 1)
 
 
-@pytest.mark.parametrize("name", ["record.json", "RUN", "RUN/log.txt", "README.md"])
+def test_a_record_has_its_source_once(original, records, tmp_path, capsys):
+    """Logs that contain the source, as in older records, stay valid and give the same results."""
+    for record in (records / "cpu").iterdir():
+        (new,) = {C.read_run(path).source for path in record.glob("*-s*-*")}
+        as_older(record)
+        assert {C.read_run(path).source for path in record.glob("*-s*-*")} == {new}
+    assert tool(records, "check") == 0
+    answers = []
+    for root in (original, records):
+        capsys.readouterr()
+        assert tool(root) == 0 and tool(root, "diff", root / "cpu/2026-01-02_Second") == 0
+        answers.append(capsys.readouterr())
+        record = root / "cpu/2026-01-01_First"
+        assert L.side_of(str(record), []) == (SOURCE.encode(), ["tiny"])
+        assert L.side_of(str(next(record.glob("*-s2-*"))), []) == (SOURCE.encode(), ["tiny"])
+    assert answers[0] == answers[1]
+    (run,) = original.glob("cpu/*_First/*-s0-*")
+    run = shutil.copytree(run, tmp_path / "alone" / run.name)
+    assert "source.py: no such file" in refusal(records, capsys, "compare", run, run)
+
+
+def test_copies_of_a_records_runs_make_the_same_record(original, tmp_path):
+    """If nothing is redacted, `add` also takes runs whose source is in source.py."""
+    root = empty(tmp_path / "records")
+    (old,) = original.glob("cpu/*_First")
+    assert add(root, sorted(old.glob("*-s*-*")), "First") == 0
+    new = root / "cpu" / old.name
+    names = [sorted(str(path.relative_to(x)) for path in x.rglob("*")) for x in (old, new)]
+    assert names[0] == names[1]
+    for path in old.rglob("*.*"):
+        assert path.read_bytes() == (new / path.relative_to(old)).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["record.json", "source.py", "RUN", "RUN/log.txt", "README.md"])
 def test_symbolic_links_are_refused(records, tmp_path, capsys, name):
     """They could lead to private files of the reviewer."""
     (record,) = (records / "cpu").glob("*_First")
@@ -871,9 +954,9 @@ def test_symbolic_links_are_refused(records, tmp_path, capsys, name):
         path.rename(elsewhere)
     path.symlink_to(elsewhere)
     assert f"{path.name} is a symbolic link" in refusal(records, capsys)
-    if name == "RUN/log.txt":
+    if name in ("RUN/log.txt", "source.py"):
         runs = [run, *record.glob("*-s[123]-*")]
-        assert "log.txt is a symbolic link" in refused_to_add(records, capsys, runs)
+        assert f"{path.name} is a symbolic link" in refused_to_add(records, capsys, runs)
 
 
 CHANGE = """--- cpu/2026-01-01_First
