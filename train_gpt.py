@@ -746,7 +746,7 @@ def moments(cfg: Config, spec: ParamSpec) -> dict[str, tuple[int, ...]]:
     return kept
 
 
-NGRAMS = "ngram_table"  # has no compute copy, and its own gradient exchange
+NGRAMS = "ngram_table"  # no compute copy; gradients are exchanged separately
 
 
 @functools.cache
@@ -1250,7 +1250,7 @@ class Stage:
     windows: Positive[tuple[int, int]]  # attention windows of short and long layers
     lr_factor: float = 1.0  # factor on all learning rates
     loss_weights: tuple[float, ...] = (1.0,)  # of the next token, the token after it, ...
-    loss_weights_end: tuple[float, ...] = (1.0,)  # weights at the end, interpolated linearly
+    loss_weights_end: tuple[float, ...] = (1.0,)  # final weights; linearly interpolated in between
     # Each entry applies to an equal part of the stage:
     prefix_weights: tuple[float, ...] = (0.0,)  # loss weight of the next token's prefix (record 88)
     candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0: full vocabulary
@@ -1910,7 +1910,7 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
 class Average(NamedTuple):
     """A weight average and its parameters."""
 
-    length: str  # name of the setting with the averaging length in steps
+    length: str  # name of the setting that holds the number of steps
     updated_by: str  # ParamSpec.updated_by of its parameters
     shares: dict[str, float]  # parameter -> fraction of the way to its average
     rescaled: bool = True  # restore each parameter's norm
@@ -2581,10 +2581,10 @@ def sum_requests(ids, grads, count, rows: int, add_rows: Callable):
 def adam_rows(table, square, ids, grad, rates: AdamRates):
     """Take one Adam step on the requested rows. Return (table, mean square of each row).
 
-    Adam has no mean here, and one second moment per row (record 92). Two moments per element would
-    take 260 GB. `ids` int32 [r] are distinct rows of this shard, or padding from len(table) on.
-    `grad` [r, d] are the summed gradients. Mean squares have already decayed. Changes are added
-    because a v6e's SparseCores cannot assign."""
+    Adam keeps no first moment here, and only one second moment per row (record 92): two moments
+    per element would take 260 GB. `ids` int32 [r] are distinct rows of this shard, or padding from
+    len(table) on. `grad` [r, d] are the summed gradients. Mean squares have already decayed.
+    Changes are added because a v6e's SparseCores cannot assign."""
     _, beta = rates.betas
     increase = (1 - beta) * jnp.mean(jnp.square(grad), axis=1)
     mean_square = square.at[ids].get(mode="clip") + increase
@@ -4542,7 +4542,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
     handlers = {signal.SIGCONT: resumed}
     for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` and `&` ignore some signals
+        if signal.getsignal(number) != signal.SIG_IGN:  # as set by `nohup` and `&`
             handlers[number] = receive
     set_handlers(handlers)
     return stop_signal
@@ -4550,7 +4550,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
 
 # ---- Hosts: several processes that run the same programs ----------------------------------------
 
-# Environment variables set by launchers of several processes, and on TPU slices:
+# Environment variables set by multi-process launchers, and on TPU slices:
 LAUNCHERS = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"
 TPU_HOSTS = "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"
 LONG_WAIT = "waiting for the other processes of this run"
@@ -5270,7 +5270,7 @@ FOR_OLD_GPUS = "'jax[cuda12]' 'nvidia-cudnn-cu12<9.11'"
 
 def check_hardware(cfg: Config):
     """Raise UserError if the preset needs an accelerator and JAX sees none, or if the GPU is too
-    old for the installed CUDA. A first program fails early if CUDA libraries do not match."""
+    old for the installed CUDA. Run a trivial program, so that mismatched CUDA libraries fail."""
     device = jax.local_devices()[0]
     if device.platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         fix = "pip install 'jax[tpu]', or 'jax[cuda13]' (driver below 580: cuda12; V100, P100:"
@@ -6692,7 +6692,7 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
     dtype = arrays["qkv"].dtype
     blocks = t // block
     ring = plan.ring
-    delay = ring - 1  # steps from a block's entry to finish_block
+    delay = ring - 1  # grid steps between loading a block and finish_block
 
     in_rows, in_columns = plan.block_specs(lambda i: jnp.minimum(i, blocks - 1))
     old_in_rows, old_in_columns = plan.block_specs(lambda i: jnp.maximum(i - delay, 0))
@@ -7107,8 +7107,8 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
 # The forward kernel processes one block of queries for one head, and loops over tiles of visible
 # keys (FlashAttention, Dao et al. 2022). The backward pass has two kernels: one loops over keys for
 # each query block, the other over queries for each key block. Visible keys are contiguous, so tiles
-# outside the range are skipped. The kernels use Triton (deprecated since JAX 0.11), because CPUs
-# cannot interpret Mosaic GPU kernels.
+# outside the range are skipped. The kernels use Triton (deprecated since JAX 0.11), because
+# Mosaic GPU kernels cannot run in interpret mode on CPUs.
 
 
 class Tiles(NamedTuple):
