@@ -1478,7 +1478,7 @@ PRESETS = {
         tail=110, tail_average=92,
         lr_adam=0.016,
         val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(32, 128), target=3.64,
-        micro_tokens=256,  # fits in the cache of a core
+        micro_tokens=256,  # fits in one core's cache
         data="data/builtin", sample_tokens=80,
     ),
     "speedrun": Config(),
@@ -2277,7 +2277,8 @@ def scores_product(q, k):
 def mix_pointed(losses, pointed):
     """Return losses [t, targets], with the next-token loss replaced by the loss of the mixture.
 
-    `losses` come from the softmax: first the next token (probability p), last `<copy>` (a).
+    `losses` come from the softmax. The first entry is for the next token (probability p), the last
+    for `<copy>` (probability a).
     `pointed` [t, 2] is pointer_probs (next, sink). In the mixture, the next token has the
     probability
         p / (1 - a) * (1 - a + a sink)  +  a next   =   p (1 + a sink / (1 - a)) + a next
@@ -2528,8 +2529,8 @@ def send_to_owners(requested, grads, numbers) -> tuple:
 
 
 def dropped_ngrams(slots):
-    """Return the number of dropped n-grams: slots of 0, except for trigrams of each row's first two
-    tokens."""
+    """Return the number of dropped n-grams: slots equal to 0, not counting the trigrams of each
+    row's first two tokens, which always have slot 0."""
     without_history = slots[:, 1, :2].size
     return jnp.sum(slots == 0, dtype=jnp.float32) - without_history
 
@@ -2582,8 +2583,8 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
     """Take one Adam step on the requested rows. Return (table, mean square of each row).
 
     Adam keeps no first moment here, and only one second moment per row (record 92): two moments
-    per element would take 260 GB. `ids` int32 [r] are distinct rows of this shard, or padding from
-    len(table) on. `grad` [r, d] are the summed gradients. Mean squares have already decayed.
+    per element would take 260 GB. `ids` int32 [r] are distinct rows of this shard; len(table) or
+    more is padding. `grad` [r, d] are the summed gradients. Mean squares have already decayed.
     Changes are added because a v6e's SparseCores cannot assign."""
     _, beta = rates.betas
     increase = (1 - beta) * jnp.mean(jnp.square(grad), axis=1)
@@ -3061,8 +3062,8 @@ def with_ideas(cfg: Config, table: dict[str, ParamSpec]) -> dict[str, ParamSpec]
 
 
 def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> ParamSpec:
-    """Return the Param of a small parameter, replicated on all devices and trained by Adam. `lr`
-    and `decay` multiply lr_adam and decay_adam. Weights that mix arrays have their own betas
+    """Return the ParamSpec of a small parameter, replicated on all devices and trained by Adam.
+    `lr` and `decay` multiply lr_adam and decay_adam. Weights that mix arrays have their own betas
     (record 52: 9 M; without=scalar_betas)."""
     of_mixing, of_gates = cfg.scalar_betas
     betas = of_mixing if mixes else of_gates
@@ -3070,7 +3071,7 @@ def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=
 
 
 def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> ParamSpec:
-    """Return the Param of a table [rows, width] indexed by token. Rows keep their initial value
+    """Return the ParamSpec of a table [rows, width] indexed by token. Rows keep their initial value
     until their first gradient, because cautious weight decay skips them."""
     rates = (70, 5)  # from the record; large because most rows get few gradients
     return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
@@ -3113,7 +3114,7 @@ def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """Return a LoaderState for a new run, or for the `cursor` and `offsets` of a checkpoint.
-    Without an offset per row, the walks through the candidates start evenly spaced."""
+    By default, the rows' walks through the candidates start at evenly spaced offsets."""
     rows = cfg.stages[0].rows  # equal in all stages (see validate)
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
@@ -3167,7 +3168,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
         closed.set()
         while not ready.empty():  # unblocks the thread if the queue is full
             ready.get()
-        thread.join(STALL_SECONDS)  # exiting during a copy to a device would abort Python
+        thread.join(STALL_SECONDS)  # Python aborts if it exits during a copy to a device
 
 
 # ---- Token stream: shards -> one stream of tokens -> rows ---------------------------------------
@@ -4500,7 +4501,7 @@ def set_handlers(handlers: dict):
 
 
 def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
-    """Install handlers for STOPS. Return a function step -> signal that asked to stop, or 0.
+    """Install handlers for STOPS. Return a function that maps a step to the signal received, or 0.
 
     A second signal kills the process. After a SIGTERM to one of several processes, JAX picks a step
     at which all can stop. The function also warns if the process was suspended (Ctrl-Z)."""
@@ -4757,7 +4758,7 @@ def typed(kind, value, name="", positive=False):
     """Convert `value`, a literal or from JSON, to the annotated type `kind`.
 
     Raise a UserError with `name` in its message if the value has the wrong type, is negative, or is
-    0 although it must be positive."""
+    0 when it must be positive."""
     origin = typing.get_origin(kind)
     if origin is Annotated:
         positive = positive or "positive" in kind.__metadata__
@@ -5978,7 +5979,7 @@ def token_errors(x, exact, columns: int) -> np.ndarray:
 def update_in_parts(update: Callable, state: tuple, ids, order, grads: list, sizes: tuple):
     """Fold update(state, ids, gradients, count) -> state over parts of the sorted `ids`. `order`
     gives each id's position in the concatenation of `grads` (per-step gradients [n, d]). `sizes` is
-    (ids per part, maximum number of equal ids)."""
+    (ids per part, maximum repeats of an id)."""
     at_once, most_equal = sizes
     size = at_once + most_equal - 1  # longest possible part
     padded_ids = jnp.pad(ids, (0, size), constant_values=len(state[0]))
@@ -6917,7 +6918,7 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     tables = transposed_rope_tables(freqs, token_positions)
     constants = {
         "starts": starts[:, None],  # [b, 1, t]: start of each token's document
-        # Earliest block to visit: where the document of each block's first token starts.
+        # First block to visit: the block in which the document of the first token starts.
         "earliest": starts[:, :: plan.block] // plan.block,
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(inputs.scale, 1).astype(jnp.float32),
