@@ -619,7 +619,7 @@ def adam_rates(cfg: Config, spec: ParamSpec, hyper: Hyper, steps: int) -> AdamRa
     When tables are updated half as often, after table_change, their betas are squared and their
     weight decay is doubled to compensate (record 92)."""
     span, count = 1, hyper.adam_count
-    if spec.updated_by == "tables":  # "Updates of tables"
+    if spec.updated_by == "tables":  # "Table updates"
         span, count = steps / cfg.table_every[0], hyper.table_count
     betas = tuple(beta**span for beta in spec.betas)
     return AdamRates(
@@ -987,8 +987,8 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 
 
 def look_up(tables: dict, ids: dict) -> dict:
-    """Look up `ids`, table name -> [...]. Return table name -> vectors [..., d], for value_tables a
-    list with one array per table."""
+    """Look up `ids`, a dict of table name -> [...]. Return a dict of table name -> vectors [..., d].
+    The entry of value_tables is a list with one array per table."""
 
     def rows_at(table, wanted):
         return table.at[wanted].get(mode="promise_in_bounds")
@@ -1565,7 +1565,7 @@ def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
     (stage, candidates) for each step; equal shapes share a program."""
     adam_due, tables = updates_due(cfg)
     last_tied = -1
-    if cfg.tied:  # "Updates of tables"
+    if cfg.tied:  # "Table updates"
         last_tied = last_tied_step(cfg)
     numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
     of_steps = []
@@ -1587,7 +1587,7 @@ def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     step = np.arange(cfg.steps)
     adam_due = (step + 1) % cfg.adam_every == 0
     tables = np.zeros_like(step)
-    if updated(cfg, "tables"):  # "Updates of tables"
+    if updated(cfg, "tables"):  # "Table updates"
         tables = table_updates(cfg, step)
     return adam_due, tables
 
@@ -1822,7 +1822,7 @@ IDEAS = {
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
-# ---- Updates of tables, and tied embeddings -----------------------------------------------------
+# ---- Table updates, and tied embeddings ---------------------------------------------------------
 
 # Each batch uses a table row only a few times, so row gradients are noisy. Tables therefore
 # accumulate gradients over two steps, later over four, and Adam over two (records 39, 92: 22 M;
@@ -2301,8 +2301,8 @@ def mix_pointed(losses, pointed):
 # (record 83: 8 M; without=signs). Hashes ignore case and accents (pull request 375: 15 steps;
 # without=normalised).
 #
-# The loader lists the distinct rows that each device needs, by owner, the device that stores them
-# (device_request). A step exchanges these requests and the rows (fetch_requests). Owners sum the
+# For each device, the loader lists the distinct rows it needs, grouped by owner, i.e. the device
+# that stores them (device_request). A step exchanges these requests and the rows (fetch_requests). Owners sum the
 # gradients of each row (sum_requests) and update it (adam_rows).
 
 
@@ -3691,7 +3691,7 @@ SPARE = 2 * 2**30  # bytes per device left for other allocations (records/NOTES.
 
 
 def usable(limit: float) -> float:
-    """Return how many of a device's `limit` bytes programs may use."""
+    """Return the memory that programs may use on a device with `limit` bytes."""
     return max(limit - SPARE, limit / 2)
 
 
@@ -6087,7 +6087,7 @@ class Softmax(NamedTuple):
 def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
     """Return (losses float32 [t, targets], Softmax). If `pointing`, every token's last target is
     `<copy>`. On TPUs, XLA fuses the softmax with the matmul and stores no float32 [t, v].
-    Recomputing the target logits is predicted than selecting columns of [t, v]."""
+    Recomputing the target logits is predicted to be faster than selecting columns of [t, v]."""
     half = cfg.logit_cap[0] / 2
     z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
     squashed_tv = squash(z_tv, cfg)
