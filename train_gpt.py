@@ -866,7 +866,7 @@ def init_state(cfg: Config, seed):
         else:
             start = jnp.full(spec.shape, spec.init, jnp.float32)
         state["params"][name] = start.astype(spec.dtype)
-    if cfg.tied:  # "Updates of tables, and tied embeddings"
+    if cfg.tied:  # "Table updates, and tied embeddings"
         state = tie(state)
     return state
 
@@ -987,8 +987,8 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 
 
 def look_up(tables: dict, ids: dict) -> dict:
-    """Look up `ids`, a dict of table name -> [...]. Return a dict of table name -> vectors [..., d].
-    The entry of value_tables is a list with one array per table."""
+    """Look up `ids`, a dict table name -> [...]. Return a dict table name -> vectors [..., d]. The
+    entry of value_tables is a list with one array per table."""
 
     def rows_at(table, wanted):
         return table.at[wanted].get(mode="promise_in_bounds")
@@ -2302,8 +2302,8 @@ def mix_pointed(losses, pointed):
 # without=normalised).
 #
 # For each device, the loader lists the distinct rows it needs, grouped by owner, i.e. the device
-# that stores them (device_request). A step exchanges these requests and the rows (fetch_requests). Owners sum the
-# gradients of each row (sum_requests) and update it (adam_rows).
+# that stores them (device_request). A step exchanges these requests and the rows (fetch_requests).
+# Owners sum the gradients of each row (sum_requests) and update it (adam_rows).
 
 
 def ngram_params(cfg: Config) -> dict[str, ParamSpec]:
@@ -5618,7 +5618,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
             of_stage[key.stage] = built[key]
         else:
             update = update_step
-            if key.tied:  # "Updates of tables, and tied embeddings"
+            if key.tied:  # "Table updates, and tied embeddings"
                 update = tied_update
             step = functools.partial(update, cfg, kernels)
             get_args = functools.partial(update_args, cfg, mesh, key, of_stage)
@@ -6108,7 +6108,7 @@ def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
 
 
 def loss_gradients(softmax: Softmax, x_td, head_vd, targets, weights, copy_grad_t, cfg: Config):
-    """Return the gradients of the weighted losses for x ([t, d], in x's dtype) and for the head
+    """Return the gradients of the weighted losses w.r.t. x ([t, d], in x's dtype) and the head
     ([v, d], float32). pointed_slopes returns `weights` (non-negative) and `copy_grad_t`.
 
     The gradient of logit z is (total weight of the token * probability - target weight of z), times
@@ -6367,7 +6367,7 @@ class Plan(NamedTuple):
         return slice(0, self.block), slice(0, self.block)
 
     def name(self, direction: str) -> str:
-        """Return the kernel name for profiles, unique for each Heads."""
+        """Return the name of the kernel in profiles, unique to these Heads."""
         numbers = [str(int(x)) for x in dataclasses.astuple(self.heads)]
         return "_".join(["window", direction, *numbers])
 
