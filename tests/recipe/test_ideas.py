@@ -37,12 +37,13 @@ OWN = {
     "pointer": {"pointer_qk", "pointer_sink", "pointer_gain"},
 }
 # Ideas that change updates or initial values, not gradients.
-UPDATES = {"muon", "zero_start", "momentum", "seldom", "equalize", "cautious", "tied", "o_init"}
+UPDATES = {"muon", "zero_start", "momentum", "seldom", "equalize", "cautious", "tied", "o_start"}
 UPDATES |= {"scalar_betas", "rails", "averages"}
 # Ideas that change the forward pass with the same parameters, also in validation.
-FORWARD = {"squared_relu", "qk_norm", "logit_cap", "half_rope", "key_offset", "paired", "narrow"}
-FORWARD |= {"qk_heads", "xsa", "gated", "x0", "signs", "reads_back"}
+FORWARD = {"squared_relu", "qk_norm", "logit_cap", "still", "key_offset", "paired", "narrow"}
+FORWARD |= {"qk_heads", "xsa", "gated", "x0", "signs", "reads"}
 QUICK = {"ngrams", "mudd", "muon", "xsa", "all"}  # ideas of each kind, and all
+assert UPDATES | FORWARD <= {*T.IDEAS}
 CFG = small_config(
     pointer_width=8,
     layers=(
