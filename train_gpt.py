@@ -3364,14 +3364,14 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
 class Prepared(NamedTuple):
     """Everything `train` needs when the clock starts."""
 
-    cfg: Config  # adapted to the devices of `mesh`
+    cfg: Config  # adapted to the mesh's devices
     mesh: Mesh
     log: RunLog
     compiled: dict  # program key -> executable
     state: dict  # training state
     copies: dict
-    batches: Iterator  # yields (Batch, LoaderState after it)
-    loader: LoaderState  # before the first batch
+    batches: Iterator  # yields (Batch, LoaderState after the batch)
+    loader: LoaderState  # state before the first batch
     stream: TokenStream  # training tokens
     validation: tuple[TokenStream, Vocabulary | None]
     handlers: dict  # original signal handlers
@@ -3382,7 +3382,7 @@ class Prepared(NamedTuple):
 
 def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Prepared:
     """Check devices and data, open the log, compile and warm up all programs, and create or load
-    the training state. The loader does not start before the clock."""
+    the training state. The loader waits for the clock to start."""
     recipe = cfg
     cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
@@ -3425,7 +3425,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         line = f"FineWeb shards: {provenance(data.folder, data.shards)}"
         log.write("log.txt", line)
         say(line)
-    if cfg.encoding == "bpe":  # lets sample.py work with the run directory alone
+    if cfg.encoding == "bpe":  # so that sample.py needs only the run directory
         log.write(MERGES, (data.folder / MERGES).read_text())
     return Prepared(
         cfg=cfg,
@@ -3448,12 +3448,12 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
 # ---- Data checks: all tokens of the run are present and valid -----------------------------------
 
 # JSON files next to the shards:
-MERGES = "merges.json"  # for encoding=bpe, also in run directories: bytes of merged tokens, in hex
-HASHES = "hashes.json"  # for FineWeb: SHA-256 of each shard (data/cached_fineweb10B.py)
+MERGES = "merges.json"  # bytes of merged tokens in hex (encoding=bpe); also in run directories
+HASHES = "hashes.json"  # SHA-256 of each FineWeb shard (data/cached_fineweb10B.py)
 
 
 class Data(NamedTuple):
-    """The data of a run, after all checks."""
+    """A run's data, after all checks."""
 
     folder: Path
     train: TokenStream
@@ -3472,9 +3472,9 @@ def open_data(cfg: Config, say: Callable) -> Data:
 
 
 def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
-    """Return size and hash of every shard the run will read.
+    """Return the size and hash of every shard the run will read.
 
-    Raise UserError if there are too few tokens, or if another tokenizer made them."""
+    Raise UserError if there are too few tokens, or if they come from another tokenizer."""
     for split in (stream, val_stream):
         if not np.any(split.shards[0] == cfg.bos):
             raise wrong_tokens(cfg, split.paths[0], f"no document begins with bos={cfg.bos}")
@@ -3499,21 +3499,21 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
         try:
             _, cursor = plan_rows(stream, cursor, stage)
             if not stage.doc_cap:
-                stream.shard_at(cursor)  # the last target
+                stream.shard_at(cursor)  # check that the last target exists
         except UserError:
             found = f"{stream.paths[0].parent}: {len(stream):,} training tokens"
             fix = f"get more text or shards, lower --set steps=, or raise epochs={cfg.epochs}"
             raise UserError(
                 f"{found} are enough for only {step} of {cfg.steps} steps: {fix}"
             ) from None
-    # The clock must include all data loading, so clear what was computed here.
+    # The clock must include all data loading, so clear the caches filled here.
     stream.documents.cache_clear()
     stream.rows.cache_clear()
     return cursor
 
 
 def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
-    """Return file name -> size and hash for each shard up to the cursor `end`.
+    """Return the size and hash of each shard up to the cursor `end`, by file name.
 
     Raise UserError if a token id is outside the vocabulary."""
     last, _ = stream.shard_at(min(end, len(stream) - 1))
@@ -3542,7 +3542,7 @@ def provenance(folder: Path, shards: dict[str, dict]) -> str:
 def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     """Return the bytes of every token id below BOS, or an empty list for encoding=ids.
 
-    Raise UserError if they cannot be loaded, or if the merges in `folder` are invalid."""
+    Raise UserError if the bytes cannot be loaded, or if the merges in `folder` are invalid."""
     words = [bytes([i]) for i in range(256)]
     fix = f"make the data in {folder} again, or set encoding=ids if its tokens have no bytes"
     try:
@@ -3571,10 +3571,10 @@ BLOCK = 256  # tokens per block of a kernel
 
 
 def for_devices(cfg: Config, devices: int) -> Config:
-    """Adapt a config to at most `devices` devices: the largest number that divides the rows evenly.
+    """Adapt a config to the largest device count up to `devices` that divides the rows evenly.
 
-    If there are more devices than rows, or rows longer than micro_tokens, each row is split into
-    equal rows of whole BLOCKs."""
+    If there are fewer rows than devices, or if rows exceed micro_tokens, split them into shorter
+    rows of equal length, in whole BLOCKs."""
     rows = cfg.stages[0].rows
 
     def one_row_each(stage: Stage, count: int) -> bool:
@@ -3606,7 +3606,7 @@ def for_devices(cfg: Config, devices: int) -> Config:
 def cpu_cores() -> int:
     """Return the number of cores available to this process (CPU affinity and cgroup quotas)."""
     count = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # not on every system
+    if hasattr(os, "sched_getaffinity"):  # missing on some systems
         count = len(os.sched_getaffinity(0))
     for quota in cgroup_values("cpu.max"):  # "CPU_TIME PERIOD"
         used, period = quota.split()
@@ -3616,7 +3616,7 @@ def cpu_cores() -> int:
 
 
 def machine_bytes() -> int:
-    """Return the memory available to this process in bytes (RAM and cgroup limits)."""
+    """Return the memory available to this process in bytes (limited by RAM and cgroups)."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limits += [int(limit) for limit in cgroup_values("memory.max") if limit != "max"]
     return min(limits)
@@ -3625,7 +3625,7 @@ def machine_bytes() -> int:
 def cgroup_values(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
     """Read the file `name` from this process's cgroup (version 2) and its parents."""
     values = []
-    with contextlib.suppress(OSError, StopIteration):  # another system, or version 1
+    with contextlib.suppress(OSError, StopIteration):  # not Linux, or cgroup version 1
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         own = next(line for line in lines if line.startswith("0::"))
         folder = root / own.removeprefix("0::").strip("/")
@@ -3638,8 +3638,8 @@ def cgroup_values(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
 def all_devices() -> list:
     """Return the devices of all processes. Raise UserError if JAX cannot start its backend.
 
-    On a CPU, up to eight cores become one device each. Most operations are too small to run on all
-    cores at once."""
+    On CPUs, each core (up to eight) becomes a device, because most operations are too small to use
+    all cores at once."""
     if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
         count = min(cpu_cores(), 8)
         with contextlib.suppress(RuntimeError):  # JAX has already started (notebooks)
@@ -3665,9 +3665,9 @@ def capability(device) -> float:
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
-    """Return (config, mesh) for the first cfg.devices of `devices` (0: all).
+    """Return (config, mesh) for the first cfg.devices entries of `devices` (all if 0).
 
-    Raise UserError if they cannot run the same program."""
+    Raise UserError if the devices cannot run the same program."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
     count = len(devices)
     require(cfg.devices <= count, f"devices={cfg.devices}, but there are {count}: use fewer, or 0")
@@ -3675,7 +3675,7 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     one_process = devices[-1].process_index == 0
     uneven = f"{count} devices of several processes cannot divide the rows: use {cfg.devices}"
     require(one_process or cfg.devices == count, uneven)
-    numbers = {}  # kind -> its devices
+    numbers = {}  # device kind -> device numbers
     for number, device in enumerate(devices):
         numbers.setdefault(device.device_kind, []).append(str(number))
     fix = " or ".join(f"CUDA_VISIBLE_DEVICES={','.join(x)}" for x in numbers.values())
@@ -3687,16 +3687,16 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
 
 # ---- Memory: what a run needs of a device, before anything is compiled --------------------------
 
-SPARE = 2 * 2**30  # bytes per device left for other allocations (records/NOTES.md)
+SPARE = 2 * 2**30  # bytes reserved per device for other allocations (records/NOTES.md)
 
 
 def usable(limit: float) -> float:
-    """Return the memory that programs may use on a device with `limit` bytes."""
+    """Return a device's memory `limit` minus SPARE, but at least half the limit."""
     return max(limit - SPARE, limit / 2)
 
 
 def device_bytes(tree) -> int:
-    """Return the bytes per device of arrays with these shapes and shardings."""
+    """Return the per-device bytes of a pytree of arrays or layouts."""
     size = 0
     for x in jax.tree.leaves(tree):
         shape = x.sharding.shard_shape(x.shape)
@@ -3705,7 +3705,7 @@ def device_bytes(tree) -> int:
 
 
 def gradient_bytes(cfg: Config, mesh: Mesh, name: str, stage: int) -> int:
-    """Return the bytes per device of a parameter's gradient of one step."""
+    """Return the per-device bytes of a parameter's gradient for one step."""
     if name == NGRAMS:
         rows = mesh.size * capacity(cfg.stages[stage].batch_tokens, mesh.size)
         return rows * (4 + cfg.width * cfg.dtype.itemsize)  # ids and vectors
@@ -3713,7 +3713,7 @@ def gradient_bytes(cfg: Config, mesh: Mesh, name: str, stage: int) -> int:
 
 
 def due_bytes(cfg: Config, mesh: Mesh, update: Update) -> dict[str, list[int]]:
-    """Return the bytes per device of the gradients passed to an update: name -> one entry per
+    """Return the per-device bytes of an update's gradients, by parameter name: one entry per
     step."""
     stages = update.stages or (0,) * update.steps
     names = updated(cfg, update.kind)
@@ -3721,8 +3721,8 @@ def due_bytes(cfg: Config, mesh: Mesh, update: Update) -> dict[str, list[int]]:
 
 
 def held_bytes(cfg: Config, mesh: Mesh, key) -> int:
-    """Return the bytes per device of training state, copies and accumulated gradients while the
-    program `key` runs, without its own results."""
+    """Return the per-device bytes of the training state, copies and accumulated gradients while the
+    program `key` runs, excluding the program's results."""
     waiting = {}  # name -> bytes of accumulated gradients
     for update in keys_of_steps(cfg):
         if isinstance(update, Update):
@@ -3734,7 +3734,7 @@ def held_bytes(cfg: Config, mesh: Mesh, key) -> int:
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
-    """Return held_bytes, excluding the arguments of the program."""
+    """Return held_bytes minus the program's arguments."""
     state = abstract_state(cfg, mesh)
     arguments = device_bytes(state)
     if isinstance(key, Update):
@@ -3746,7 +3746,7 @@ def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
 
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
-    """Return program name -> peak bytes per device. Temporary arrays are included as an estimate if
+    """Return each program's peak bytes per device, with estimated temporary arrays if
     records/fit.py exists."""
     if estimate := records_tool("fit.py"):
         return estimate["expected_bytes"](cfg, mesh)
@@ -3757,7 +3757,7 @@ def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
 def memory_refusal(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, fix="") -> str:
     """Return "" if a program needing `size` bytes fits on a device with `limit` bytes.
 
-    Otherwise return an error message with `fix`, or with settings that fit."""
+    Otherwise return an error message suggesting `fix` or settings that fit."""
     if size <= usable(limit):
         return ""
     if not fix:
@@ -3772,8 +3772,8 @@ def memory_refusal(cfg: Config, mesh: Mesh, name: str, size: float, limit: float
 
 
 def check_memory(cfg: Config, mesh: Mesh, fix="") -> str:
-    """Return a line about the memory needed. Raise UserError if there is not enough, with `fix` or
-    with settings that fit."""
+    """Return a message about memory use. If memory is too small, raise UserError and suggest `fix`
+    or settings that fit."""
     sizes = expected_bytes(cfg, mesh)
     name = max(sizes, key=sizes.get)
     size = sizes[name] / 2**30
@@ -3793,7 +3793,7 @@ def check_memory(cfg: Config, mesh: Mesh, fix="") -> str:
 def memory_limit(mesh: Mesh) -> float:
     """Return the bytes JAX may use per device (minimum over devices).
 
-    Returns infinity if unknown: on CPUs, and with XLA_PYTHON_CLIENT_ALLOCATOR=platform."""
+    Return infinity if unknown (on CPUs, or with XLA_PYTHON_CLIENT_ALLOCATOR=platform)."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     return min(of_device.get("bytes_limit") or math.inf for of_device in stats)
 
@@ -3802,7 +3802,7 @@ def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
     """Replace whole_loss="auto" with "always" or "never".
 
     Without chunks, the head gradient is written only once, but all logits of a micro-batch must fit
-    in memory. The activations of `speedrun` need up to three times as much, hence the factor 4."""
+    in memory. `speedrun` activations take up to three times the logits' memory, hence `4 *`."""
     if cfg.whole_loss != "auto":
         return cfg
     logits = 0
@@ -3819,8 +3819,8 @@ def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
 def keeps_logits_narrow(cfg: Config, device) -> bool:
     """Return whether training on this kind of device stores logits in the compute dtype.
 
-    On TPUs, XLA fuses the loss into the matmuls. On GPUs, loss_rows reads rounded logits. Otherwise
-    float32 logits are materialized."""
+    On TPUs, XLA fuses the loss into the matmuls. On GPUs, loss_rows reads rounded logits.
+    Otherwise, float32 logits are materialized."""
     loss = choose_kernels(cfg, device)[0].cross_entropy
     if device.platform == "tpu":
         return loss is not PLAIN.cross_entropy
@@ -3829,7 +3829,7 @@ def keeps_logits_narrow(cfg: Config, device) -> bool:
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy ---------
 
-BEST = "best"  # RUN_DIR/best/STEP/ has the parameters with the lowest validation loss
+BEST = "best"  # RUN_DIR/best/STEP/ holds the parameters with the lowest validation loss
 
 
 class Saved(NamedTuple):
@@ -3838,7 +3838,7 @@ class Saved(NamedTuple):
     folder: Path
     cfg: Config
     step: int  # number of finished steps
-    loader: LoaderState  # before the next batch, for all processes
+    loader: LoaderState  # state of all processes before the next batch
     meta: dict  # contents of run.json, training time, log sizes
 
     @property
@@ -3853,10 +3853,10 @@ class Saved(NamedTuple):
 
 
 def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (file name, rows) for each shard this process saves, so that each row is saved once."""
+    """Yield (file name, rows) for each shard this process saves. Each row is saved once."""
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
-        rows = param_specs(cfg)[name].shape[0]  # without padding (abstract_state)
+        rows = param_specs(cfg)[name].shape[0]  # excluding padding (see abstract_state)
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
             count = min(len(shard.data), rows - first)
@@ -3865,10 +3865,10 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
-    """Save this process's `shards` and return their size in MB (on process 0, the total).
-    Raise OSError on all processes if any of them cannot write.
+    """Save this process's `shards` and return their size in MB (process 0 returns the total). Raise
+    OSError on all processes if any of them cannot write.
 
-    The checkpoint stays hidden until it is complete; then older checkpoints are deleted."""
+    The checkpoint is hidden until it is complete. Then older checkpoints are deleted."""
     step = meta["step"]
     hidden = folder / f".{step}"
     failed = None
@@ -3890,7 +3890,7 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
             text = (hidden / f"{process}.json").read_text()
             sizes |= json.loads(text)
         (hidden / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
-        if (folder / str(step)).exists():  # damaged, or from before the run was resumed
+        if (folder / str(step)).exists():  # damaged, or saved before the run was resumed
             remove_checkpoint(folder, step)
         os.rename(hidden, folder / str(step))
         for other in replaced_by(step, folder):
@@ -3902,15 +3902,15 @@ HIDDEN = re.compile(r"\.(old-)?\d+")  # checkpoints being written or deleted
 
 
 def remove_checkpoint(folder: Path, step: int):
-    """Delete a checkpoint. It is hidden first, so that an interruption leaves no partial one."""
+    """Delete a checkpoint, hiding it first so that an interruption leaves no partial checkpoint."""
     hidden = folder / f".old-{step}"
     os.rename(folder / str(step), hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def replaced_by(step: int, folder: Path) -> list[int]:
-    """Return the checkpoints to delete after saving `step`: all others in RUN_DIR/best, all earlier
-    ones except the newest in RUN_DIR/checkpoints."""
+    """Return the checkpoints to delete after saving `step`. RUN_DIR/best keeps only `step`.
+    RUN_DIR/checkpoints also keeps the previous checkpoint and any later ones."""
     steps = checkpoint_steps(folder)
     if folder.name == BEST:
         return [other for other in steps if other != step]
@@ -3923,10 +3923,10 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -> Saved:
-    """Return the newest complete checkpoint in `place`: RUN_DIR, RUN_DIR/checkpoints, RUN_DIR/best,
-    a single checkpoint, or a directory of runs. Skip damaged checkpoints with a warning.
+    """Return the newest complete checkpoint in `place` (RUN_DIR, RUN_DIR/checkpoints, RUN_DIR/best,
+    a checkpoint, or a directory of runs). Skip damaged checkpoints with a warning.
 
-    Raise UserError if there is none, if its settings are unknown, or if the run `resumes` and this
+    Raise UserError if there is none, if it has unknown settings, or if `resumes` is set and this
     file has changed."""
     resolved = place.expanduser().resolve()
     require(resolved.exists(), f"{place} does not exist: pass a run directory")
@@ -3945,7 +3945,7 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
     for path in reversed(paths):
         try:
             return read_checkpoint(path, resumes)
-        except UserError:  # older checkpoints have the same settings and source
+        except UserError:  # older checkpoints have the same problem
             raise
         except Exception as error:  # a damaged file
             hint = f"{path} cannot be used ({error})"
@@ -3956,15 +3956,15 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
 
 
 def read_checkpoint(path: Path, resumes: bool = False) -> Saved:
-    """Load the checkpoint `path` (without its arrays).
+    """Load the checkpoint at `path` (without its arrays).
 
-    Raise UserError for unknown settings, or if the run `resumes` and this file has changed. Raise
-    any other exception if the checkpoint is damaged."""
+    Raise UserError for unknown settings, or if `resumes` is set and this file has changed. Any
+    other exception means that the checkpoint is damaged."""
     meta = json.loads((path / "meta.json").read_text())
     for name, size in meta["files"].items():
         if Path(name).name != name or (path / name).stat().st_size != size:
             raise ValueError(f"{name} is incomplete")
-        np.load(path / name, mmap_mode="r")  # checks that it is an array
+        np.load(path / name, mmap_mode="r")  # check that the file is an array
     if resumes:
         check_source(path.parents[1], meta["source_sha256"])
     cfg = validate(typed(Config, meta["config"]))
@@ -3973,7 +3973,7 @@ def read_checkpoint(path: Path, resumes: bool = False) -> Saved:
 
 
 def check_source(run_dir: Path, sha256: str):
-    """Raise UserError if this file has changed since a run was started."""
+    """Raise UserError if this file has changed since the run started."""
     log = run_dir / "log.txt"
     has_source = f"restore it ({log} begins with its source)" if log.exists() else "restore it"
     changed = f"train_gpt.py has changed since {run_dir} was started: {has_source}"
@@ -3983,8 +3983,8 @@ def check_source(run_dir: Path, sha256: str):
 def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
     """Return the checkpoint to resume from.
 
-    Raise UserError if it has no optimizer state, is outside its run directory, or is not the
-    newest."""
+    Raise UserError if the checkpoint has no optimizer state, is outside its run directory, or is
+    not the newest."""
     saved = find_checkpoint(place, say, resumes=True)
     start = command_for(__file__, "--start", saved.folder)
     new_run = f"start a new run with them: {start}"
@@ -4000,7 +4000,7 @@ def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
 
 
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
-    """Load the training state of a checkpoint (or some `kinds` of arrays) onto a mesh of any size.
+    """Load a checkpoint's training state (or only some `kinds` of arrays) onto a mesh of any size.
     Host memory holds one shard at a time."""
     layout = abstract_state(saved.cfg, mesh)
     wanted = {kind: layout[kind] for kind in kinds or layout}
@@ -4008,7 +4008,7 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
 
 
 def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Load the array with this tree `path` in the layout `like`."""
+    """Load the array at this tree `path` with the layout `like`."""
     kind, name = (key.key for key in path)
     dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
     other = f"{saved.folder}: {kind}.{name} was saved by another train_gpt.py (see the run's log)"
@@ -4035,32 +4035,32 @@ def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 # ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json ------------------------------------------
 
-# Environment variables and packages listed in run.json:
+# Environment variables and packages recorded in run.json:
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
 PACKAGES = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
 RULE = "=" * 100
 
 
 def flops_per_token(cfg: Config, step: int) -> float:
-    """Return the model FLOPs per token: 6 per weight of the large matmuls, as in upstream."""
+    """Return the model FLOPs per token: 6 per weight in the large matmuls, as in upstream."""
     ids = schedule(cfg).candidates[step] or cfg.vocab
     return 6.0 * (matrix_weights(cfg) + cfg.width * ids)
 
 
 def matrix_weights(cfg: Config) -> int:
-    """Return the number of matmul weights per token, without the head."""
+    """Return the number of matmul weights per token, excluding the head."""
     total = 2 * cfg.pointer_width * cfg.width
     for i, layer in enumerate(cfg.layers):
         total += 2 * layer.mlps * cfg.mlp_width * cfg.width
         if layer.attends:
             heads = heads_of(cfg, i, (0, 0))
-            count = heads.count + (heads.kv or heads.count)  # of q and k, and of o and v
+            count = heads.count + (heads.kv or heads.count)  # q and k heads; also o and v heads
             total += count * (heads.qk_width + heads.v_width) * cfg.width
     return total
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of PACKAGES."""
+    """Return the versions of Python and installed PACKAGES."""
     installed = {package.name or "" for package in importlib.metadata.distributions()}
     names = sorted(name for name in installed if PACKAGES.fullmatch(name))
     of_packages = {name: importlib.metadata.version(name) for name in names}
@@ -4135,8 +4135,8 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
 
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
-    """Open the log of a new run in `out`, or of a resumed run, whose files stay untouched for now.
-    `facts` must be identical on all processes.
+    """Open the log of a new run in `out`, or of a resumed run (its files stay unchanged for now).
+    `facts` must agree across processes (see check_agreement).
 
     Raise UserError if the files cannot be written, or if the run's data has changed."""
     check_agreement(facts, saved)
@@ -4191,7 +4191,7 @@ def check_data(cfg: Config, facts: dict, saved: Saved):
 
 
 def check_sizes(cfg: Config, saved: Saved):
-    """Compare only the file sizes, before reading any tokens."""
+    """Run check_data on file sizes, before reading any tokens."""
     sizes = {}
     for name, of_shard in saved.meta["data"].items():
         path = data_place(cfg.data) / name
@@ -4204,7 +4204,7 @@ def open_files(log: RunLog, saved: Saved | None):
     """Open and lock the run's files without changing them.
 
     Raise OSError if the run directory is not writable, or if the file system cannot rename
-    directories, as checkpoints require."""
+    directories (checkpoints require this)."""
     log.folder.mkdir(parents=True, exist_ok=bool(saved))
     for name in ("log.txt", "metrics.jsonl"):
         # The buffer keeps lines while the disk is full.
@@ -4212,7 +4212,7 @@ def open_files(log: RunLog, saved: Saved | None):
         log.files[name] = file
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # or the file system does not support locks
+        except OSError as error:  # locked, or locks are not supported
             taken = isinstance(error, BlockingIOError)
             require(not taken, f"another process writes {log.folder}: wait for it, or stop it")
     with tempfile.TemporaryDirectory(prefix=".rename-", dir=log.folder) as trial:
@@ -4227,7 +4227,7 @@ def open_files(log: RunLog, saved: Saved | None):
 
 
 def log_head(log: RunLog, saved: Saved | None) -> list[str]:
-    """Return the header of log.txt, or the header of a resumed run."""
+    """Return the log.txt header lines of a new or resumed run."""
     facts = log.facts
     lines = [RULE, "resumed"] if saved else [SOURCE, RULE]
     lines += [f"{name} {version}" for name, version in facts["versions"].items()]
@@ -4235,7 +4235,7 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
     lines += [facts["host"]["platform"], f"command: {facts['command']}"]
     for name in ("host", "environment", "choices", "parameters", "data"):
         lines.append(f"{name}: {json.dumps(facts[name])}")
-    # A resumed run logs its config only if more than the location has changed.
+    # A resumed run logs its config only if settings other than these have changed.
     where = {"data": log.cfg.data, "devices": log.cfg.devices}
     if not saved or log.cfg != dataclasses.replace(saved.cfg, **where):
         lines.append(f"config: {json.dumps(facts['config'])}")
@@ -4243,7 +4243,7 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
 
 
 class Clock:
-    """Training time in milliseconds, continued when a run is resumed. The loader only runs while
+    """Training time in milliseconds, including the time before a resume. The loader runs only while
     `running` is set, so all loading time is counted."""
 
     def __init__(self, elapsed_ms: float = 0.0):
@@ -4272,11 +4272,11 @@ class Clock:
 class StepResult(NamedTuple):
     """Results of a step, possibly still being computed."""
 
-    step: int  # from 1
+    step: int  # 1-based
     loss: jax.Array
     dropped: jax.Array  # number of dropped n-grams
     norms: dict[str, jax.Array]  # gradient norms by parameter; empty without cfg.log_norms
-    number_of_pass: int  # training epoch, from 1
+    number_of_pass: int  # training epoch, 1-based
 
 
 def log_step(log: RunLog, result: StepResult | None):
@@ -4287,8 +4287,8 @@ def log_step(log: RunLog, result: StepResult | None):
 
 
 def check_loss(log: RunLog, step: int, loss: float) -> float:
-    """Return `loss`. Raise UserError if the run has diverged: the loss is NaN, or twice that of a
-    uniform distribution."""
+    """Return `loss`. Raise UserError if the run has diverged: the loss is NaN, or twice the loss of
+    a uniform distribution."""
     most = 2 * math.log(log.cfg.vocab)
     hint = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
     require(loss < most, f"the loss of step {step} is {loss:.4g}: {hint}")
@@ -4297,7 +4297,7 @@ def check_loss(log: RunLog, step: int, loss: float) -> float:
 
 @dataclass
 class RunLog:
-    """The run's files, written by process 0, and its lines on the terminal. A full disk causes one
+    """Writes the run's files (on process 0 only) and its terminal output. A full disk causes one
     warning; missing lines are written later."""
 
     cfg: Config
@@ -4307,14 +4307,14 @@ class RunLog:
     clock: Clock
     say: Callable
     files: dict = dataclasses.field(default_factory=dict)  # name -> open file; process 0 only
-    refused: OSError | None = None  # first write error
-    warned: bool = False  # that validation has stopped improving
+    refused: OSError | None = None  # latest write error
+    warned: bool = False  # whether a warning about stalled validation was printed
 
     def begin(self, saved: Saved | None):
-        """Write the log header and run.json. For a resumed run, first truncate the logs to the
-        checkpoint, and delete incomplete checkpoints."""
+        """Write the log header and run.json. For a resumed run, first truncate the logs and delete
+        incomplete checkpoints."""
         for name, file in self.files.items():
-            if saved:  # drop lines of lost steps
+            if saved:  # drop lines logged after the checkpoint
                 size = min(file.tell(), saved.meta["logs"][name])
                 file.truncate(size)
                 file.seek(0, os.SEEK_END)
@@ -4326,7 +4326,7 @@ class RunLog:
         self.write_facts()
 
     def write(self, name: str, text: str):
-        """Append a line to a log file and flush it, or replace any other file."""
+        """Append a line to a log file and flush it, or overwrite any other file with `text`."""
         try:
             if name in self.files:
                 line = f"{text}\n".encode("utf-8", "backslashreplace")
@@ -4347,7 +4347,7 @@ class RunLog:
         self.write("run.json", json.dumps(self.facts, indent=1))
 
     def save(self, step: int, state, loader: LoaderState, best: bool = False):
-        """Save a checkpoint, or the `best` parameters. Warn if that fails."""
+        """Save a checkpoint, or the `best` parameters. Warn if saving fails."""
         began = time.perf_counter()
         folder = self.folder / (BEST if best else "checkpoints")
         position = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
@@ -4360,15 +4360,15 @@ class RunLog:
             ms = 1000 * (time.perf_counter() - began)
             self.write("log.txt", f"checkpoint:{step} held the loop for {ms:.1f}ms, {size:.1f} MB")
         except OSError as error:
-            full = shutil.disk_usage(self.folder).free < 2**20  # not in numpy's error
+            full = shutil.disk_usage(self.folder).free < 2**20  # numpy's error omits this
             reason = "the disk is full" if full else error
             self.facts["missing"] = f"there is no checkpoint of step {step}: {reason}"
             self.say(f"warning: {self.facts['missing']}; older ones stay")
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
 
     def line(self, step: int, kind: str, loss: float, dropped: int, **fields) -> str:
-        """Log the loss after `step` steps, plus other `fields`. Return the line, in upstream's
-        format."""
+        """Log the loss after `step` steps, plus additional `fields`. Return the log line, in
+        upstream's format."""
         ms = round(self.clock.ms(), 3)
         done = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
         self.facts |= {"steps": step, **done}
@@ -4400,8 +4400,8 @@ class RunLog:
             self.say(f"norms: {', '.join(shown)}")
 
     def validated(self, step: int, loss: float, dropped: int) -> bool:
-        """Log the validation loss after `step` steps. Return whether it is the lowest so far.
-        Warn once if it has not improved for a quarter of the run."""
+        """Log the validation loss after `step` steps. Return whether it is the lowest so far. Warn
+        once if the loss has not improved for a quarter of the run."""
         self.say(self.line(step, "val_loss", loss, dropped))
         best = self.facts["best"]
         if not best or loss < best["val_loss"]:
@@ -4444,22 +4444,22 @@ class RunLog:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of a device, or of this process on CPUs, in bytes."""
+    """Return the peak memory in bytes of any local device, or of this process on CPUs."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     of_device = max(stat.get("peak_bytes_in_use", 0) for stat in stats)
-    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS reports bytes, Linux KiB
     of_process = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return of_device or of_process
 
 
 @functools.cache
 def records_tool(name: str) -> dict | None:
-    """Return the globals of the tool records/`name`, or None if it does not exist."""
+    """Run the tool records/`name` and return its globals, or None if it is missing."""
     tool = Path(__file__).resolve().parent / "records" / name
     if not tool.exists():
         return None
     before = sys.modules.get("train_gpt")
-    sys.modules["train_gpt"] = sys.modules[__name__]  # the tool imports it by this name
+    sys.modules["train_gpt"] = sys.modules[__name__]  # the tool imports this module by this name
     try:
         return runpy.run_path(str(tool))
     finally:
@@ -4482,7 +4482,7 @@ def demonstrate(log: RunLog, model: tuple):
 
 # ---- Signals ------------------------------------------------------------------------------------
 
-# Signals that ask a run to stop: Ctrl-C, a closed terminal, `kill`, and warnings from schedulers
+# Signals that stop a run cleanly: Ctrl-C, a closed terminal, `kill`, and warnings from schedulers
 # (Slurm and SGE send SIGUSR1 or SIGUSR2; SGE and `ulimit -t` send SIGXCPU every second).
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 STOPS += (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
@@ -4494,22 +4494,22 @@ def signal_handlers() -> dict:
 
 
 def set_handlers(handlers: dict):
-    """Set signal handlers, as returned by signal_handlers. Does nothing outside the main thread."""
+    """Install signal handlers, as returned by signal_handlers. No-op outside the main thread."""
     with contextlib.suppress(ValueError):
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
-    """Install handlers for STOPS. Return a function that maps a step to the signal received, or 0.
+    """Install handlers for STOPS. Return a function from the step to the received signal (or 0).
 
-    A second signal kills the process. After a SIGTERM to one of several processes, JAX picks a step
+    A second signal kills the process. After a SIGTERM to any of several processes, JAX picks a step
     at which all can stop. The function also warns if the process was suspended (Ctrl-Z)."""
     alone = jax.process_count() == 1
     received = []  # (signal, time)
     agreed = []
     asked_at = [time.monotonic()]
-    suspended = []  # seconds at most
+    suspended = []  # upper bounds in seconds
 
     def receive(number, frame):
         now = time.monotonic()
@@ -4532,7 +4532,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
             say(f"warning: suspended for up to {seconds:.0f} s, which training time includes")
         if alone:
             return received[0][0] if received else 0
-        if multihost_utils.reached_preemption_sync_point(step):  # true only once
+        if multihost_utils.reached_preemption_sync_point(step):  # True only once
             agreed.append(signal.SIGTERM)
         return agreed[0] if agreed else 0
 
@@ -4543,7 +4543,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
     handlers = {signal.SIGCONT: resumed}
     for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as set by `nohup` and `&`
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` and `&` set SIG_IGN
             handlers[number] = receive
     set_handlers(handlers)
     return stop_signal
@@ -4558,11 +4558,11 @@ LONG_WAIT = "waiting for the other processes of this run"
 
 
 def join_processes(args):
-    """Connect to the run's other processes: with --distributed JAX finds them (TPU slice, Slurm,
-    Open MPI), with --coordinator they are given.
+    """Connect to the run's other processes. With --distributed, JAX finds them (TPU slice, Slurm,
+    Open MPI). With --coordinator, the options specify them.
 
-    Raise UserError if that fails, or if a launcher started several processes without either
-    option."""
+    Raise UserError if the connection fails, or if a launcher started several processes without
+    either option."""
     named = args.coordinator, args.processes, args.process_id
     one_by_one = "--coordinator HOST:PORT --processes N --process-id I"
     if not args.distributed and named == (None, None, None):
@@ -4579,7 +4579,7 @@ def join_processes(args):
     who = "all that --distributed finds (TPU slice, Slurm, MPI)"
     if not args.distributed:
         who = f"--coordinator {named[0]} --processes {named[1]} --process-id {named[2]}"
-    jax.config.update("jax_enable_preemption_service", False)  # until ask_to_stop
+    jax.config.update("jax_enable_preemption_service", False)  # ask_to_stop enables it
     try:
         if args.process_id == 0:  # JAX crashes if the port is already taken
             port = int(args.coordinator.rpartition(":")[2])
@@ -4594,7 +4594,7 @@ def join_processes(args):
 
 
 def wait_for(task: Callable, message: str = LONG_WAIT, timeout: float | None = None):
-    """Return task(). Print `message` if it takes long; raise TimeoutError after `timeout` s."""
+    """Return task(). Print `message` if the task is slow. Raise TimeoutError after `timeout` s."""
     result = ThreadPoolExecutor(1).submit(task)
     try:
         return result.result(STALL_SECONDS)
@@ -4755,10 +4755,10 @@ def validate_stage(cfg: Config, number: int):
 
 
 def typed(kind, value, name="", positive=False):
-    """Convert `value`, a literal or from JSON, to the annotated type `kind`.
+    """Convert `value` (a literal, or parsed from JSON) to the annotated type `kind`.
 
-    Raise a UserError with `name` in its message if the value has the wrong type, is negative, or is
-    0 when it must be positive."""
+    Raise a UserError that mentions `name` if the value has the wrong type, is negative, or is 0
+    when it must be positive."""
     origin = typing.get_origin(kind)
     if origin is Annotated:
         positive = positive or "positive" in kind.__metadata__
@@ -4786,7 +4786,8 @@ def typed(kind, value, name="", positive=False):
     return kind(value)
 
 
-# Old names of settings, accepted in checkpoints, logs and --set. None: removed, ignored there.
+# Old setting names, still accepted in checkpoints, logs and --set. None marks a removed (ignored)
+# setting.
 RENAMED = {
     "down_start": "down_init",
     "looks": "new_gates",
@@ -4823,11 +4824,11 @@ def typed_fields(kind, fields: dict, name: str):
 
 
 def override(cfg: Config, items: list[str]) -> Config:
-    """Apply KEY=VALUE `items` of --set to a config.
+    """Apply the KEY=VALUE `items` of --set to a config.
 
-    Keys can be nested: stages.1.windows, or stages.*.windows for all stages. With an index one past
-    the last stage, a copy of that stage is appended. `without` disables further ideas by applying
-    their settings from IDEAS."""
+    Keys can be nested: stages.1.windows, or stages.*.windows for all stages. An index one past the
+    last stage first appends a copy of the last stage. `without` disables additional ideas by
+    applying their settings from IDEAS."""
     return validate(with_settings(cfg, items))
 
 
@@ -4864,8 +4865,8 @@ def leave_out(names: str) -> list[str]:
 
 
 def set_fields(fields: dict, key: str, text: str):
-    """Set `key` in `fields`, a config as a dict. Raise LookupError, TypeError or ValueError if
-    there is no such key."""
+    """Set `key` in the config dict `fields`. Raise LookupError, TypeError or ValueError if the key
+    does not exist."""
     *path, name = key.split(".")
     name = RENAMED.get(name, name)
     holders = [fields]
@@ -4888,7 +4889,7 @@ def literal(text: str):
         return {"true": True, "false": False}.get(text, text)
 
 
-# What other trainers call common settings:
+# Other trainers' names for common settings:
 FOREIGN = {
     "batch_size": ["stages.*.batch_tokens"],
     "block_size": ["stages.*.row_tokens"],
@@ -4903,8 +4904,8 @@ FOREIGN = {
 
 
 def similar_settings(key: str) -> list[str]:
-    """Return up to six settings that an unknown `key` may stand for: by its meaning in other
-    trainers, by a similar name, or because the name contains it."""
+    """Return up to six settings the user may have meant by an unknown `key`: its equivalents in
+    FOREIGN, or settings with similar names or names that contain the key."""
     name = key.rpartition(".")[2].replace("-", "_").lower()
     if name in FOREIGN:
         return FOREIGN[name]
@@ -4917,7 +4918,7 @@ def similar_settings(key: str) -> list[str]:
 
 
 def as_setting(word: str) -> str:
-    """Return the --set that the user probably meant by the argument NAME=VALUE, or ""."""
+    """Return the --set option the user probably meant by NAME=VALUE, or ""."""
     name, _, value = word.lstrip("-").partition("=")
     if name in ("accelerator", "device", "platform"):
         return "JAX_PLATFORMS=cpu (or cuda, tpu) before the command"
@@ -4933,16 +4934,16 @@ PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "ta
 
 # ---- Data folders: locations of shards, and the tools that make them ----------------------------
 
-# JSON file next to the shards of a text or custom tokenizer, with the settings encoding,
-# real_tokens and bos.
+# JSON file with the settings encoding, real_tokens and bos, next to shards made from a text or with
+# a custom tokenizer.
 DESCRIPTION = "dataset.json"
 
 
 def settings_for(texts: list[str], val: list[str], name: str, given: list[str]) -> tuple:
-    """Return (settings, description of the validation data) to train a preset or run `name` on
-    `texts`, in addition to the `given` settings.
+    """Return (settings to add to the `given` ones, description of the validation data) for training
+    the preset or run `name` on `texts`.
 
-    Tokenizes `texts` and the validation texts `val`, unless `texts` is a directory of shards."""
+    Tokenize `texts` and the validation texts `val`, unless `texts` is a directory of shards."""
     paths = [data_place(text) for text in texts]
     folder = paths[0]
     has_shards = any(folder.glob("*.bin"))
@@ -4951,7 +4952,7 @@ def settings_for(texts: list[str], val: list[str], name: str, given: list[str]) 
         return [f"data={folder.resolve()}"], "its shards"
     apart = ["--val", *map(data_place, val)] if val else []
     printed = run_tool("tokenize_text.py", *paths, *apart, "--for", name, "--set", *given)
-    last_line = printed.splitlines()[-1]  # a sitecustomize may print more lines
+    last_line = printed.splitlines()[-1]  # sitecustomize may print other lines
     _, settings, validation = json.loads(last_line)
     return settings, validation
 
@@ -4977,8 +4978,8 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
 
 
 def data_place(data: str) -> Path:
-    """Return the path of `data`, relative to the current directory or to this file. The demo corpus
-    may also be in the cache (see demo_folder)."""
+    """Resolve `data` relative to the current directory, or else to this file's directory. The demo
+    corpus may also be in the cache (see demo_folder)."""
     here = Path(os.path.expanduser(data))
     if not here.exists() and data == PRESETS["tiny"].data:
         return demo_folder()
@@ -4986,8 +4987,8 @@ def data_place(data: str) -> Path:
 
 
 def demo_folder() -> Path:
-    """Return the directory of the demo corpus: next to this file, or in the cache if that is
-    read-only."""
+    """Return the demo corpus directory: next to this file, or in the cache if this file's directory
+    is read-only."""
     folders = [Path(__file__).resolve().parent / PRESETS["tiny"].data]
     if cache := user_cache():
         folders.append(cache / "builtin")
@@ -5002,16 +5003,16 @@ def can_write(folder: Path) -> bool:
 
 
 def user_cache() -> Path | None:
-    """Return the cache directory, in $XDG_CACHE_HOME or ~/.cache; None without a home directory."""
+    """Return the cache in $XDG_CACHE_HOME or ~/.cache, or None without a home directory."""
     place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return None if place == "~/.cache" else Path(place, "train_gpt")
 
 
 def run_tool(name: str, *args) -> str:
-    """Run data/`name` in a subprocess, because the tools import this file. Return its stdout.
+    """Run the tool data/`name` in a subprocess (tools import this file) and return its stdout.
 
-    Raise UserError if it is missing, was killed or failed. A tool that fails prints the error
-    itself, so the UserError is empty."""
+    Raise UserError if the tool is missing, is killed or fails. A failing tool prints its own error
+    message, so the UserError is empty."""
 
     def end(number, frame):  # makes subprocess.run kill the tool
         raise SystemExit(128 + number)
@@ -5067,14 +5068,14 @@ def command_for(script, *words) -> str:
     """Return a shell command that runs `script` with this Python, from the current directory."""
     name = Path(sys.executable).name
     found = shutil.which(name) or ""
-    # Do not resolve links: in a virtual environment, `python` is a link to the system's Python.
+    # Do not resolve symlinks: in a virtual environment, `python` links to the system's Python.
     same = os.path.abspath(found) == os.path.abspath(sys.executable)
     python = name if same else sys.executable
     return shlex.join([python, os.path.relpath(script), *map(str, words)])
 
 
 def tell(line, stream=None):
-    """Print a line. A terminal overwrites a line that ends with a carriage return. A closed
+    """Print a line. On terminals, lines that end with a carriage return get overwritten. A closed
     terminal or a full disk does not stop the run."""
     stream = stream or sys.stdout
     try:
@@ -5114,19 +5115,19 @@ def add_config_options(parser: argparse.ArgumentParser):
 class ConfigArgs(NamedTuple):
     """Arguments that determine the Config."""
 
-    preset: str  # or ""
-    places: list[str]  # directories of shards, or texts
+    preset: str  # "" if not given
+    places: list[str]  # shard directories or texts
     val: list[str]  # validation texts
     settings: list[str]  # KEY=VALUE
 
     @property
     def keys(self) -> set[str]:
-        """The keys of the settings."""
+        """The keys in `settings`."""
         return {setting.partition("=")[0] for setting in self.settings}
 
 
 def config_args(args) -> ConfigArgs:
-    """Collect the ConfigArgs of a command. Raise UserError for unknown presets and files."""
+    """Collect ConfigArgs from parsed arguments. Raise UserError for unknown presets and files."""
     settings = list(args.set)
     if args.seed is not None:
         settings.append(f"seed={args.seed}")
@@ -5152,8 +5153,8 @@ def config_args(args) -> ConfigArgs:
 
 
 def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
-    """Return the Config for parsed arguments, based on a preset or on the checkpoint to `start`
-    from. Tokenize texts, and add their settings."""
+    """Return the Config for parsed arguments, based on a preset or on the checkpoint `start`.
+    Tokenize any texts and add their settings."""
     asked = config_args(args)
     require("start" not in asked.keys, "--set start=: use --start RUN_DIR")
     name = asked.preset or "tiny"
@@ -5177,7 +5178,7 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
 
 
 def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
-    """Return parameter name -> shape."""
+    """Return each parameter's shape, by name."""
     return {name: spec.shape for name, spec in param_specs(cfg).items()}
 
 
@@ -5191,7 +5192,7 @@ def resume_config(asked: ConfigArgs, saved: Saved) -> Config:
     longer = f"to train longer, {again}"
     require(not done, f"{saved.run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
-    if asked.places:  # the data may move
+    if asked.places:  # the data may have moved
         with_settings(saved.cfg, settings)
         of_data, _ = settings_for(asked.places, asked.val, str(saved.run_dir), [])
         settings = of_data[:1] + settings
@@ -5251,8 +5252,8 @@ CACHE_BYTES = 10 * 2**30  # size limit of the compilation cache
 
 
 def trim_cache(folder: Path):
-    """Delete the least recently used programs until at most CACHE_BYTES remain. (JAX needs the
-    package filelock for this.)"""
+    """Delete the least recently used programs until at most CACHE_BYTES remain. (JAX's own cache
+    eviction needs the filelock package.)"""
     files = []
     for path in folder.glob("*-cache"):
         with contextlib.suppress(OSError):  # deleted by another process
@@ -5265,13 +5266,13 @@ def trim_cache(folder: Path):
             path.unlink(missing_ok=True)
 
 
-# CUDA 13, and cuDNN since 9.11, do not support GPUs before Turing.
+# CUDA 13 and cuDNN 9.11+ do not support GPUs older than Turing.
 FOR_OLD_GPUS = "'jax[cuda12]' 'nvidia-cudnn-cu12<9.11'"
 
 
 def check_hardware(cfg: Config):
     """Raise UserError if the preset needs an accelerator and JAX sees none, or if the GPU is too
-    old for the installed CUDA. Run a trivial program, so that mismatched CUDA libraries fail."""
+    old for the installed CUDA. Run a trivial program to detect mismatched CUDA libraries."""
     device = jax.local_devices()[0]
     if device.platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         fix = "pip install 'jax[tpu]', or 'jax[cuda13]' (driver below 580: cuda12; V100, P100:"
@@ -5300,13 +5301,13 @@ def suggest_next(say: Callable):
 
 
 def run(argv: list[str], command: str):
-    """Run the arguments `argv`. `command` is what the log shows."""
+    """Run the command line `argv`. The log shows it as `command`."""
     args = parse(argv)
     asked = config_args(args)
     if args.resume:
         check_resume(args, asked)
     keep_programs(args.cache)
-    while os.open(os.devnull, os.O_RDWR) < 3:  # if stdout is closed, log.txt must not replace it
+    while os.open(os.devnull, os.O_RDWR) < 3:  # keep log.txt off a closed stdout's descriptor
         pass
     if not args.show:
         join_processes(args)
@@ -5331,16 +5332,16 @@ def run(argv: list[str], command: str):
 
 
 def report_errors(do: Callable) -> int:
-    """Return the exit status of do(). Errors that the user can fix are printed as one line, with
-    status 2."""
-    if hasattr(sys.stdout, "reconfigure"):  # samples may contain letters the terminal lacks
+    """Call do() and return its exit status. For errors that the user can fix, print one line and
+    return 2."""
+    if hasattr(sys.stdout, "reconfigure"):  # the terminal may not support all characters
         sys.stdout.reconfigure(errors="replace")
     jax.config.update("jax_enable_x64", False)  # overrides JAX_ENABLE_X64: arrays are float32
     jax.config.update("jax_disable_jit", False)  # overrides JAX_DISABLE_JIT: programs are compiled
     before = signal_handlers()
     try:
-        # Until training starts, Ctrl-C kills the command: Python does not run signal handlers
-        # while XLA compiles. Notebooks (ps1) and other threads keep their handler.
+        # Until training starts, Ctrl-C kills the command: Python does not run signal handlers while
+        # XLA compiles. Notebooks (ps1) and other threads keep their handlers.
         in_thread = threading.current_thread() is not threading.main_thread()
         is_command = not (hasattr(sys, "ps1") or in_thread)
         if is_command and before[signal.SIGINT] is signal.default_int_handler:
@@ -5354,7 +5355,7 @@ def report_errors(do: Callable) -> int:
         set_handlers(before)
     if line:
         tell(f"error: {' '.join(line.split())}", sys.stderr)
-    if jax.distributed.is_initialized():  # JAX would wait for the other processes
+    if jax.distributed.is_initialized():  # otherwise JAX waits for the other processes
         os._exit(2)
     return 2
 
@@ -5426,13 +5427,13 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     return compiled, seconds
 
 
-# Collective names in compiler options. The last two appear only with more than eight chips.
+# Collective names in compiler options. The last two are used only with more than eight chips.
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 
 
 def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
     """Return XLA compiler options. On TPUs, offload collectives and scatters to the SparseCores
-    (predicted), but not gathers, which can be slower there (JAX issue 40553)."""
+    (predicted to be faster), but not gathers, which can be slower there (JAX issue 40553)."""
     if backend == "gpu":  # otherwise XLA keeps fused activations in float32
         return {"xla_allow_excess_precision": False}
     if backend != "tpu" or not cfg.sparse_cores:
@@ -5485,7 +5486,7 @@ def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
 
 
 def created_sharded(make: Callable, layout) -> Callable:
-    """Return `make` jitted, so that each device creates only its own shards of the results."""
+    """Jit `make` so that each device creates only its own shards of the result."""
     shardings = jax.tree.map(lambda x: x.sharding, layout)
     return jax.jit(make, out_shardings=shardings)
 
@@ -5504,7 +5505,7 @@ def abstract_state(cfg: Config, mesh: Mesh):
 
 
 def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """Return a jitted function seed -> training state. Only the padding depends on the mesh."""
+    """Return a jitted init_state that takes a seed. Only the padding depends on the mesh."""
     layout = abstract_state(cfg, mesh)
 
     def state(seed):
@@ -5524,7 +5525,7 @@ def pad_rows(x, rows: int):
 
 @functools.cache
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Return the first_copies layout: banks are sharded, everything else is replicated."""
+    """Return the layout of first_copies: banks are sharded, everything else is replicated."""
     params = abstract_state(cfg, mesh)["params"]
     shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
     banks = updated(cfg, "anvil")
@@ -5537,7 +5538,7 @@ def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """Return a jitted function (parameters, seed) -> first_copies."""
+    """Return a jitted first_copies that takes (parameters, seed)."""
     return created_sharded(functools.partial(first_copies, cfg), abstract_copies(cfg, mesh))
 
 
@@ -5557,7 +5558,7 @@ class Program:
     mesh: Mesh
     step: Callable
     get_args: Callable  # returns the argument layouts
-    out: tuple  # PartitionSpec per result; a single one can cover a whole pytree
+    out: tuple  # PartitionSpec per result; one spec can cover a whole pytree
     donates: tuple = ()  # indices of arguments whose memory the results may reuse
     options: dict = dataclasses.field(default_factory=dict)  # compiler options
 
@@ -5596,7 +5597,7 @@ def specs_of(layout):
 
 @functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
-    """Return all programs of a run: key (Gradients, Update, "finish" or "eval") -> Program."""
+    """Return a run's Programs by key (Gradients, Update, "finish" or "eval")."""
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
@@ -5647,7 +5648,7 @@ def batch_shape(cfg: Config, key: Gradients | str) -> tuple:
 
 def update_args(cfg: Config, mesh: Mesh, update: Update, of_stage: dict) -> tuple:
     """Return the argument layouts of an update program. `of_stage` comes from `programs`."""
-    any_stage = min(of_stage)  # only n-gram table gradients differ between stages
+    any_stage = min(of_stage)  # only n-gram gradient layouts differ between stages
     stages = update.stages or (any_stage,) * update.steps
     grads = [of_stage[stage].results[0] for stage in stages]
     due = {}
@@ -5688,7 +5689,7 @@ def gather_banks(cfg: Config, copies, after):
     The MLP bank is gathered in pieces (one matrix per device), so that the first layers need not
     wait for the whole bank."""
     banks = {name: copies[name] for name in copies if name in updated(cfg, "anvil")}
-    # XLA starts collectives as early as possible. Delay all-gathers until the first input is ready.
+    # XLA starts collectives as early as possible. Delay the all-gathers until `after` is ready.
     after, banks = lax.optimization_barrier((after, banks))
 
     def gather(name, bank):  # returns matrices in full-bank order
@@ -5706,8 +5707,8 @@ def gather_banks(cfg: Config, copies, after):
 
 @jax.custom_vjp
 def matrices_of(bank):
-    """Split a bank into matrices [1, rows, d]. Without join_matrices, XLA pads the gradient of each
-    slice to the full bank and then adds up the padded gradients."""
+    """Split a bank into matrices [1, rows, d]. Without join_matrices, XLA pads each slice's
+    gradient to the full bank size before summing."""
     return lax.split(bank, (1,) * len(bank))
 
 
@@ -5728,7 +5729,7 @@ matrices_of.defvjp(lambda bank: (matrices_of(bank), None), join_matrices)
 def reduce_scatter(arrays: tuple, dtype):
     """Sum `arrays` [rows, d] over all devices and return this device's rows, padded to a multiple
     of the device count. Each device sums in float32 and rounds to `dtype` before sending. The sum
-    has the fewest parts (up to eight) that fit the SparseCores, or one part if none fit."""
+    is sent in the fewest parts (up to eight) that fit the SparseCores, or in one if none fit."""
     devices = lax.axis_size(AXIS)
     rows = -(-len(arrays[0]) // devices)
     row_bytes = arrays[0][0].size * dtype.itemsize
@@ -5755,7 +5756,7 @@ def reduce_scatter(arrays: tuple, dtype):
 
 
 def choose_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """Return (kernels for this type of device, log message about the choice)."""
+    """Return the kernels for this type of device and a log message about the choice."""
     if cfg.kernels == "plain":
         return PLAIN, "plain (requested)"
     backend = device.platform
@@ -5837,9 +5838,9 @@ def why_plain_attention(cfg: Config, device) -> str:
 
 
 def check_kernels(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable) -> tuple[Kernels, str]:
-    """Run all Trials on this process's first device (no-op on CPUs). Return (`kernels` with failed
-    kernels replaced by plain forms, log message suffix). Raise UserError on failure if the settings
-    name the kernels, or if several hosts must use the same kernels."""
+    """Run all Trials on this process's first device (no-op on CPUs). Return `kernels` with failed
+    kernels replaced by their plain forms, and a log message suffix. Raise UserError on failure if
+    the settings name the kernels, or if several processes must use the same ones."""
     if mesh.devices.flat[0].platform == "cpu":
         return kernels, ""
     names = kernel_names(kernels).split(",")
@@ -5862,15 +5863,15 @@ class Trial(NamedTuple):
     """A comparison of a kernel with its plain form, on random arrays with the run's widths."""
 
     field: str  # kernel name in Kernels
-    run: Callable  # takes the kernel and the arrays
+    run: Callable  # called with the kernel and the arrays
     shapes: list[tuple]  # shapes of the first arrays, in cfg.dtype
     wide_shapes: list[tuple]  # shapes of the remaining arrays, in float32
 
 
 def trials(cfg: Config) -> Iterator[Trial]:
     """Yield one Trial per kernel, and one per layer type for attention. Rows are two windows long.
-    The largest micro-batch sets the row count. Documents start near block edges, shifted by 32
-    tokens from row to row. One document is longer than a window."""
+    The largest micro-batch determines the row count. Documents start near block edges, shifted by
+    32 tokens per row. One document is longer than a window."""
     number, stage = max(enumerate(cfg.stages), key=lambda pair: pair[1].batch_tokens)
     window_blocks = -(-max(stage.windows) // BLOCK)
     t = min(stage.row_tokens, 2 * window_blocks * BLOCK)
@@ -5916,9 +5917,9 @@ def trials(cfg: Config) -> Iterator[Trial]:
 def failure(trial: Trial, cfg: Config, kernels: Kernels) -> str:
     """Return the reason a kernel fails its Trial, or "". Re-raise out-of-memory errors.
 
-    Errors are measured against the plain form in float32. The limit is four times the largest error
-    of the plain form in bfloat16, or four bfloat16 roundings if larger. Each half of a head has its
-    own limit, so that averaging cannot hide an error in one head."""
+    Errors are measured against the plain form in float32. The limit is four times the plain form's
+    largest error in bfloat16, but at least four bfloat16 rounding errors. Each half of a head has
+    its own limit, so that averaging cannot hide an error in one head."""
     kernel, plain = (getattr(each, trial.field) for each in (kernels, PLAIN))
     try:
         results = trial_results(trial, kernel, cfg.dtype)
@@ -5946,7 +5947,7 @@ def failure(trial: Trial, cfg: Config, kernels: Kernels) -> str:
 
 def trial_results(trial: Trial, kernel: Callable, dtype) -> list[np.ndarray]:
     """Return a kernel's output and gradients. Random inputs and the random output gradient are
-    rounded to bfloat16, so every `dtype` gets equal values."""
+    rounded to bfloat16, so their values do not depend on `dtype`."""
 
     def both():
         count = len(trial.shapes)
@@ -5964,8 +5965,8 @@ def trial_results(trial: Trial, kernel: Callable, dtype) -> list[np.ndarray]:
 
 def token_errors(x, exact, columns: int) -> np.ndarray:
     """Return the relative errors [tokens, groups] of `x` [..., features]. Groups have `columns`
-    features if possible. Each error is the norm of the difference, divided by the token's norm or
-    by the RMS norm over all tokens, whichever is larger."""
+    features, or one if `columns` does not divide evenly. Each error is the norm of the difference,
+    divided by the token's norm or by the RMS norm over all tokens, whichever is larger."""
     group = columns if exact.shape[-1] % columns == 0 else 1
     x, exact = (y.reshape(-1, y.shape[-1] // group, group) for y in (x, exact))
     error, norms = (np.linalg.norm(y, axis=-1) for y in (x - exact, exact))
@@ -6020,9 +6021,9 @@ SCORE_BYTES = 2**28  # bytes of float32 scores that attend_band materializes at 
 
 
 def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Return attend_plain's result [b, t, n, h] in O(t * window): blocks of queries attend to the
-    keys of their own block and the previous block. If the scores exceed SCORE_BYTES, groups of
-    blocks are computed one after another, and recomputed in the backward pass."""
+    """Return attend_plain's result [b, t, n, h] in O(t * window) time: each query block attends
+    only to keys in its own and the previous block. If the scores exceed SCORE_BYTES, process groups
+    of blocks one after another, and recompute them in the backward pass."""
 
     def attend(block: tuple):
         q, k, v, mask = block
@@ -6077,16 +6078,16 @@ def squash(z, cfg: Config):
 
 
 class Softmax(NamedTuple):
-    """Softmax over capped logits. Exponentials are exp(a/2 squash), because exp(a/2) cancels."""
+    """Softmax over capped logits. exp(a/2) cancels, so exponentials are exp(a/2 squash)."""
 
-    slopes_tv: jax.Array  # derivative of each exponential by z, divided by a/4c, in x's dtype
+    slopes_tv: jax.Array  # derivative of each exponential w.r.t. z, divided by a/4c, in x's dtype
     sum_t: jax.Array  # float32 sum of exponentials per token
     squashed_targets: jax.Array  # float32 [t, targets]: squash of the target logits
 
 
 def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
     """Return (losses float32 [t, targets], Softmax). If `pointing`, every token's last target is
-    `<copy>`. On TPUs, XLA fuses the softmax with the matmul and stores no float32 [t, v].
+    `<copy>`. On TPUs, XLA fuses the softmax with the matmul and never materializes float32 [t, v].
     Recomputing the target logits is predicted to be faster than selecting columns of [t, v]."""
     half = cfg.logit_cap[0] / 2
     z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
@@ -6108,20 +6109,20 @@ def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
 
 
 def loss_gradients(softmax: Softmax, x_td, head_vd, targets, weights, copy_grad_t, cfg: Config):
-    """Return the gradients of the weighted losses w.r.t. x ([t, d], in x's dtype) and the head
-    ([v, d], float32). pointed_slopes returns `weights` (non-negative) and `copy_grad_t`.
+    """Return the gradients of the weighted losses w.r.t. x ([t, d], in x's dtype) and the head ([v,
+    d], float32). `weights` (non-negative) and `copy_grad_t` come from pointed_slopes.
 
-    The gradient of logit z is (total weight of the token * probability - target weight of z), times
-    the cap's slope a/4c (1 - squash^2). The gradient splits into two factors:
+    The gradient w.r.t. logit z is (the token's total weight * probability - z's target weight),
+    times the cap's slope a/4c (1 - squash^2). The gradient splits into two factors:
         a/4c weight / sum   *   (1 - squash^2) (exponential - target weight * sum / weight)
-    The first factor is per token, so x and the gradient of x are scaled instead of [t, v]. For
-    non-target logits, Softmax stores the second factor."""
+    The first factor is per token, so x and its gradient are scaled instead of [t, v]. Softmax
+    stores the second factor for non-target logits."""
     a, _, c = cfg.logit_cap
     weight_t1 = jnp.sum(weights, axis=1, keepdims=True)
     sum_t1 = softmax.sum_t[:, None]
     scale_t1 = a / (4 * c) * weight_t1 / sum_t1
     sum_per_weight_t1 = sum_t1 / jnp.where(weight_t1 == 0, 1.0, weight_t1)
-    # Equal targets overwrite each other below, so each target gets the sum of the weights.
+    # Equal targets overwrite each other below, so each gets the sum of their weights.
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
     squashed = softmax.squashed_targets
@@ -6142,14 +6143,14 @@ def loss_gradients(softmax: Softmax, x_td, head_vd, targets, weights, copy_grad_
 
 
 def logit_gradients(grad_tv, x_td, head_vd):
-    """Return the gradients of x (in x's dtype) and of the head (float32)."""
+    """Return the gradients w.r.t. x (in x's dtype) and the head (float32)."""
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
     return grad_tv @ head_vd, head_grad_vd
 
 
 def pointed_slopes(losses, weights, pointed) -> tuple:
-    """Return the gradients of add_losses' weighted sum for the softmax losses [t, targets], for the
-    `<copy>` logit [t], and for `pointed`. Without a pointer, return (weights, None, None).
+    """Return the gradients of add_losses' weighted sum w.r.t. the softmax losses [t, targets], the
+    `<copy>` logit [t], and `pointed`. Without a pointer, return (weights, None, None).
 
     A logit with probability q has gradient q * (sum of the token's slopes) - (slope of the logit's
     loss). For the `<copy>` logit, both terms grow like 1 / (1 - q) and nearly cancel when q is near
@@ -6169,10 +6170,10 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
 def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, in_rows=False):
-    """Return cross_entropy. The forward pass also computes gradients chunk by chunk, so logits are
-    neither stored nor recomputed. Only the weighted sum is differentiable, with respect to x and
-    head (same dtype) and `pointed`. Validation needs no gradients and uses the plain form.
-    `in_rows` selects a kernel for NVIDIA GPUs, unless a pointer is used."""
+    """Compute cross_entropy. The forward pass also computes gradients chunk by chunk, so logits are
+    neither stored nor recomputed. Only the weighted sum is differentiable, w.r.t. x, head (same
+    dtype) and `pointed`. Validation needs no gradients and uses the plain form. `in_rows` selects a
+    kernel for NVIDIA GPUs, unless a pointer is used."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
@@ -6210,7 +6211,7 @@ def loss_tokens(cfg: Config) -> int:
 
 
 def fused_cross_entropy_backward(cfg: Config, in_rows, gradients, cotangents):
-    """Return the gradients of x, head and pointed (None for targets and weights)."""
+    """Return the gradients w.r.t. x, head and pointed (None for targets and weights)."""
     x_grad_td, pointed_grad, head_grad_vd, head_vd = gradients
     slope, _ = cotangents  # for the weighted sum
     grad = (slope * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
@@ -6238,9 +6239,9 @@ def flat(x):
 
 # ---- Running a kernel: Pallas with names --------------------------------------------------------
 
-# A Pallas kernel is a function that runs once per grid step. The function gets references instead
-# of arrays: r.x[...] reads, and r.x[...] = y writes. In each step, a pl.BlockSpec selects one block
-# of each input and output. Scratch memory persists across steps. Comments next to operands give the
+# A Pallas kernel is a function that runs once per grid step. It gets references instead of arrays:
+# r.x[...] reads, and r.x[...] = y writes. In each step, a pl.BlockSpec selects one block of each
+# input and output. Scratch memory persists across steps. Comments next to operands give the
 # reference shapes.
 
 from jax.experimental import pallas as pl
@@ -6261,25 +6262,25 @@ def compiled_for() -> str:
 
 
 def without_specs(operands: dict) -> tuple:
-    """Split name -> (array, block_spec) in two (OrderedDicts, because JAX sorts dict keys)."""
+    """Split {name: (array, block_spec)} into two OrderedDicts, because JAX sorts dict keys."""
     arrays = OrderedDict((name, x) for name, (x, _) in operands.items())
     specs = OrderedDict((name, jax.tree.map(spec, x)) for name, (x, spec) in operands.items())
     return arrays, specs
 
 
 def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=None, aliases=None):
-    """Call pl.pallas_call and return the outputs: name -> array.
+    """Call pl.pallas_call and return the output arrays by name.
 
-    `grid` is axis -> number of steps. `inputs` and `outputs` are name -> (array, function from the
-    array to its pl.BlockSpec). Lists of arrays and None also work, and outputs can be
-    jax.ShapeDtypeStruct. `scratch` is name -> pltpu.VMEM(shape, dtype), uninitialized. `scalars` is
-    name -> array for scalar prefetch, also passed to index maps. `body` gets one object with all
-    references and the current step on each axis.
+    `grid` maps each axis to its number of steps. `inputs` and `outputs` map names to (array,
+    function that returns its pl.BlockSpec). An array can also be a list or None, and outputs can be
+    jax.ShapeDtypeStructs. `scratch` maps names to pltpu.VMEM(shape, dtype), uninitialized.
+    `scalars` maps names to scalar-prefetch arrays, which index maps also receive. `body` gets one
+    object with all references and the current step on each axis.
 
     With `tiles`, the kernel is compiled by Triton for NVIDIA GPUs: steps run in any order, and
     scratch memory and scalars are not supported. Other kernels are for TPUs: steps run in order,
-    last axis fastest, and all blocks except as_one_block are double-buffered. CPUs interpret
-    kernels."""
+    last axis fastest, and all blocks except as_one_block are double-buffered. CPUs run kernels in
+    interpret mode."""
     interpret = compiled_for() == "cpu"
     arrays, in_specs = without_specs(inputs)
     shapes, out_specs = without_specs(outputs)
@@ -6299,7 +6300,7 @@ def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=
             in_hbm = functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
             arrays = jax.tree.map(in_hbm, arrays)
             shapes = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), shapes)
-    steps = tuple(grid.values())  # 1: number of prefetched arguments (`scalars`)
+    steps = tuple(grid.values())  # num_scalar_prefetch is 1: `scalars`
     spec = pltpu.PrefetchScalarGridSpec(1, steps, [in_specs], out_specs, [OrderedDict(scratch)])
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
     call = pl.pallas_call(kernel, shapes, input_output_aliases=aliases or {}, **how)
@@ -6317,21 +6318,21 @@ def run_kernel(name, grid, inputs, outputs, body, scratch=(), scalars=(), tiles=
 # Scores are [keys, queries], so per-query numbers (sum, gate, document start) form a row, which is
 # cheap to broadcast. The kernels transpose queries, values, outputs and all gradients to
 # [h, tokens], so QK norm, rotation, XSA and gates need only a few sums over rows. QK norm bounds
-# the scores, so no running maximum is needed. A hardware tile has 128 columns: one wide head, or
-# two narrow heads side by side.
+# the scores, so no running maximum is needed. A hardware tile has 128 columns and holds one wide
+# head, or two narrow heads side by side.
 
 LOG2E = math.log2(math.e)  # scales the queries, because the hardware computes 2^x
 LANES = 128  # columns per tile
 ONES = 16  # rows of ones below the values, so that one matmul also sums the weights
 # Limit on scale * head width, which bounds scores after QK norm (the key offset adds a factor of
-# sqrt 2). A sum of 4096 exponentials fits in float32; windows that fit in VMEM are smaller.
+# sqrt 2). At this limit, a sum of 4096 exponentials fits in float32 (windows in VMEM are smaller).
 MAX_SCORE = 48.0
 # Optional arrays [b, n, t]: gates for `added`, tanh of the XSA gates, output gates.
 OF_HEADS = "added_gates", "xsa", "gates"
 
 
 class Plan(NamedTuple):
-    """How the attention kernels tile one layer."""
+    """Tiling of one layer in the attention kernels."""
 
     heads: Heads
     block: int  # tokens
@@ -6347,27 +6348,27 @@ class Plan(NamedTuple):
 
     @property
     def pairs(self) -> list:
-        """All (query head c, key head o) pairs with scores. Paired heads see each other's keys. The
-        first pair with a given c has o < half; the first with a given o has c < half."""
+        """All (query head c, key head o) pairs that need scores. Paired heads see each other's
+        keys. The first pair with a given c has o < half; the first with a given o has c < half."""
         n = self.heads.count
         return [(c, o) for c in range(n) for o in range(c % self.half, n, self.half)]
 
     def ring_bytes(self, dtype) -> int:
-        """Return the ring buffer's VMEM bytes: three arrays in `dtype`, three in float32."""
+        """Return the VMEM bytes of the ring buffers (three in `dtype`, three in float32)."""
         n, h, v, block = self.sizes
         numbers = self.ring * block * n * (2 * h + v)
         return numbers * (jnp.dtype(dtype).itemsize + 4)
 
     def part(self, j: int) -> tuple:
         """Return (key slice, query slice) covering all visible scores for the key block j blocks
-        back. Both slices are half a block if only the second half of the keys is in reach."""
+        back. Both slices span half a block if only the second half of the keys is in reach."""
         half = self.block // 2
         if j and j * self.block - self.reach >= half:
             return slice(half, self.block), slice(0, half)
         return slice(0, self.block), slice(0, self.block)
 
     def name(self, direction: str) -> str:
-        """Return the name of the kernel in profiles, unique to these Heads."""
+        """Return the kernel's name in profiles, different for different Heads."""
         numbers = [str(int(x)) for x in dataclasses.astuple(self.heads)]
         return "_".join(["window", direction, *numbers])
 
@@ -6380,13 +6381,13 @@ class Plan(NamedTuple):
 
         def in_columns(x):
             shape = 1, x.shape[1], self.block
-            shared = len(x) == 1  # by all batch rows
+            shared = len(x) == 1  # one copy for all batch rows
             return pl.BlockSpec(shape, lambda b, i, *_: (0 if shared else b, 0, block_at(i)))
 
         return in_rows, in_columns
 
     def tables_of(self, ref, c: int):
-        """Return head c's cos and sin [h / 2, block]. Paired odd heads have different positions."""
+        """Return head c's cos and sin [h / 2, block]. Odd paired heads have different positions."""
         half = self.heads.qk_width // 2
         sines = ref.shape[1] // 2  # the cosines come first
         first = half * (c % 2) if self.heads.paired else 0
@@ -6416,12 +6417,12 @@ def dot(a, b):
 
 
 def add_or_set(ref, place: tuple, value, is_first: bool):
-    """Accumulate into ref[place]. The first value overwrites an earlier block's sum."""
+    """Accumulate into ref[place]. The first value overwrites the previous block's sum."""
     ref[place] = value if is_first else ref[place] + value
 
 
 def column_tiles(n: int, h: int) -> list:
-    """Return [(tile columns, [(head, head columns within the tile)])] for n heads of width h."""
+    """List (tile columns, [(head, head columns within the tile)]) for n heads of width h."""
     inside = [slice(first, first + h) for first in range(0, LANES, h)]
     tiles = []
     for first in range(0, n * h, LANES):
@@ -6436,7 +6437,7 @@ def tile_after(lanes: slice, columns: int) -> slice:
 
 
 def rows_of_head(c: int, h: int) -> slice:
-    """Return head c's rows in an array [n h, block], or columns in [block, n h]."""
+    """Return head c's rows in an array [n h, block], or its columns in [block, n h]."""
     return slice(c * h, (c + 1) * h)
 
 
@@ -6446,7 +6447,7 @@ def transposed(ref, lanes: slice):
 
 
 def inverse_rms(x):
-    """Return norm's scale factors [1, block] for a transposed head [h, block]."""
+    """Return the factors [1, block] by which `norm` scales a transposed head [h, block]."""
     return lax.rsqrt(dot(x, x) / len(x) + 2.0**-23)
 
 
@@ -6460,7 +6461,7 @@ def rotate(x, cos, sin, factor=1.0):
 
 
 def rotate_grad(grad, x, cos, sin, factor):
-    """Return the gradient of `x`, given the gradient of rotate(x)."""
+    """Return the gradient w.r.t. `x`, given the gradient w.r.t. rotate(x)."""
     left, right = jnp.split(grad, 2)
     back_right = right * cos + left * sin
     back_left = left * cos - right * sin
@@ -6492,9 +6493,9 @@ def visible_keys(plan: Plan, i, starts):
     query of head c in block i sees a key of head o in block i - j. `starts` gives each query's
     document start.
 
-    The window unit is a token, or half a token for paired heads: the second head of a pair is half
-    a token later than the first. `side` is the position of head c minus the position of head o."""
-    units = 1 + plan.heads.paired  # per token
+    The window is measured in tokens, or in half tokens for paired heads (a pair's second head is
+    half a token later). `side` is the position of head c minus the position of head o."""
+    units = 1 + plan.heads.paired  # window units per token
     query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
     first = {}  # side -> each query's first visible key
     for side in range(1 - units, units):
@@ -6544,13 +6545,13 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: rotated queries
         "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values including `added`
         "saved_y": saved(in_columns, b, n * v, t),  # [1, n v, block]: outputs before XSA and gates
-        "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]: base 2
+        "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]: base-2 logs
     }
     scratch = {
         # Ring buffers: block m is in slot m % slots. Values are transposed, with ones below.
         "keys": pltpu.VMEM((slots, n, block, h), dtype),
         "values": pltpu.VMEM((slots, n, v + ONES, block), dtype),
-        # Block i, transposed: queries; weighted value sums, then weight sums from row v on.
+        # Block i, transposed. `sums`: weighted value sums, then weight sums from row v on.
         "queries": pltpu.VMEM((n * h, block), dtype),
         "sums": pltpu.VMEM((n, v + ONES, block), jnp.float32),
         "last": pltpu.VMEM((n * h, block), jnp.float32),  # see offset_key
@@ -6686,7 +6687,7 @@ def finish_outputs(plan: Plan, r, slot):
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):
-    """Return the gradients of qkv, added and OF_HEADS (None for other arrays)."""
+    """Return the gradients w.r.t. qkv, added and OF_HEADS (None for other arrays)."""
     arrays, saved = kept
     n, h, v, block = plan.sizes
     b, t, _ = arrays["qkv"].shape
@@ -6735,8 +6736,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         visible = visible_keys(plan, r.i, r.starts[0])
         enter_again(plan, r, slot)
         means = [undo_outputs(plan, r, slot, c) for c in range(n)]
-        # Rotating gradients back uses only the vector unit. Interleave finish_block with the
-        # matmuls for j = 0, which every step runs.
+        # Rotating gradients back uses only the vector unit, so interleave finish_block with the
+        # matmuls for j = 0, which always run.
         old = r.i - delay
         old_slot = lax.rem(r.i + 1, ring)
         other_work = finish_block(plan, r, old, old_slot, blocks)
@@ -6767,9 +6768,9 @@ def enter_again(plan: Plan, r, slot):
 
 
 def undo_outputs(plan: Plan, r, slot, c: int):
-    """Backpropagate through finish_outputs for head c: update y_grads, write the gradients of gates
-    and XSA, and return `mean` [1, block]. XSA is y - share (y.v / v.v) v. The XSA gradient with
-    respect to v goes to v_grads."""
+    """Backpropagate through finish_outputs for head c: update y_grads, write the gradients w.r.t.
+    gates and XSA, and return `mean` [1, block]. XSA is y - share (y.v / v.v) v. XSA's gradient
+    w.r.t. v goes to v_grads."""
     row = 0, slice(c, c + 1)
     part = rows_of_head(c, plan.heads.v_width)
     y, grad = r.saved_y[0, part], r.y_grads[part]
@@ -6787,7 +6788,7 @@ def undo_outputs(plan: Plan, r, slot, c: int):
     if r.xsa is not None:
         back = dot(grad, value) / square
         r.xsa_grad[row] = -back * along * square
-        twice = jnp.where(square > 1e-8, 2 * along, 0.0)  # no gradient below 1e-8
+        twice = jnp.where(square > 1e-8, 2 * along, 0.0)  # jnp.maximum has no gradient below 1e-8
         r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * value))
         grad -= share * back * value
     r.y_grads[part] = grad.astype(r.y_grads.dtype)
@@ -6795,7 +6796,7 @@ def undo_outputs(plan: Plan, r, slot, c: int):
 
 
 def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, other_work: Iterator):
-    """Accumulate the gradients of block i's queries and block i - j's keys and values (formulas
+    """Accumulate the gradients w.r.t. block i's queries and block i - j's keys and values (formulas
     above). `means` come from undo_outputs. `other_work` advances one step after each head pair."""
     _, h, v, _ = plan.sizes
     dtype = r.y_grads.dtype
@@ -6803,7 +6804,7 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, other
     key_slot = lax.rem(r.i - j + plan.ring, plan.ring)
     slot = lax.rem(r.i, plan.ring)
 
-    def finish(c, o, weights, grad):  # grad: score gradients
+    def finish(c, o, weights, grad):  # grad: w.r.t. scores
         first_of_keys = j == 0 and c < plan.half
         first_of_queries = j == 0 and o < plan.half
         of_keys, of_queries = rows_of_head(o, h), rows_of_head(c, h)
@@ -6891,8 +6892,8 @@ def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
 
 def transposed_rope_tables(freqs, token_positions):
     """Return cos and sin of positions * freqs, [kinds, frequencies, t]. Positions [kinds, t] must
-    be evenly spaced: the angle addition formulas combine every 128th token with the first 128
-    tokens. Computing every cosine is predicted to take longer than some layers on a TPU."""
+    be evenly spaced, because the angle addition formulas combine every 128th token with the first
+    128 tokens. Computing every cosine is predicted to take longer than some layers on a TPU."""
     near = (token_positions[:, :128] - token_positions[:, :1])[:, None, None]
     far = token_positions[:, None, ::128, None]
     angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in (far, near)]
@@ -6918,7 +6919,7 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     tables = transposed_rope_tables(freqs, token_positions)
     constants = {
         "starts": starts[:, None],  # [b, 1, t]: start of each token's document
-        # First block to visit: the block in which the document of the first token starts.
+        # First key block to visit, where the document of the query block's first token starts.
         "earliest": starts[:, :: plan.block] // plan.block,
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(inputs.scale, 1).astype(jnp.float32),
@@ -6944,8 +6945,8 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
 
 
 def blend_inputs(x, weights, sources) -> tuple:
-    """Return (inputs, grid) for both blend_tpu kernels. A matmul spreads the weights [t, k, g] of k
-    sources over d features, d / g per weight: w @ hot[j] is [block, d] for source j."""
+    """Return (inputs, grid) for both blend_tpu kernels. A matmul expands the weights [t, k, g] of k
+    sources to d features (d / g per weight): w @ hot[j] is [block, d] for source j."""
     t, d = flat(sources[0]).shape
     dtype = sources[0].dtype
     k, g = weights.shape[2:]
@@ -6966,7 +6967,7 @@ def blend_inputs(x, weights, sources) -> tuple:
         "ys": ([flat(y) for y in sources], block_spec),  # [block, d] each
     }
     lane = jnp.arange(2 * lanes) % lanes
-    weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # index per feature
+    weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # for each feature
     hot = (lane[None, :, None] == weight[:, None]).astype(dtype)
     inputs["hot"] = hot, as_one_block  # [k, 2 lanes, d]: 1 where the lane has the feature's weight
     return inputs, {"i": t // block}
@@ -6991,8 +6992,8 @@ def blend_tpu(x_btd, weights, sources):
 
 
 def blend_tpu_backward(kept, grad_btd):
-    """Return the gradients of x (grad_btd itself), the weights (gradient * source, summed over each
-    weight's features) and the sources (gradient * weight)."""
+    """Return the gradients w.r.t. x (grad_btd itself), the weights (gradient * source, summed over
+    each weight's features) and the sources (gradient * weight)."""
     x_btd, weights, sources = kept
     inputs, grid = blend_inputs(grad_btd, weights, sources)  # r.x is the gradient
     w, block_spec = inputs["w"]
@@ -7025,16 +7026,16 @@ blend_tpu.defvjp(lambda *arrays: (blend_tpu(*arrays), arrays), blend_tpu_backwar
 
 # XLA scatters lookup gradients row by row, in float32 because frequent ids occur thousands of
 # times. One-hot matmuls are predicted to save 6 s per run on a v6e-8. With tokens sorted by id,
-# each tile of table rows meets only a few token blocks. Each meeting is one matmul per table: a
-# one-hot matrix [tile, block] times a block of gradient rows.
+# each tile of table rows overlaps only a few token blocks. Each overlap takes one matmul per table:
+# a one-hot matrix [tile, block] times a block of gradient rows.
 
 ROW_TILE = 256  # table rows per one-hot matmul
 
 
 def meetings(ids, rows: int, block: int):
-    """Return (tile, block), int32 [steps]: the tile of table rows and the token block for each
-    step. `ids` are sorted. Every tile has at least one step. Tiles and blocks both ascend, so at
-    most tiles + blocks - 1 steps are needed. Unused steps have block = number of blocks."""
+    """Return int32 arrays (tile, block) [steps]: each step's tile of table rows and token block.
+    `ids` must be sorted. Every tile has at least one step. Tiles and blocks both ascend, so at most
+    tiles + blocks - 1 steps are needed. In unused steps, `block` is the number of blocks."""
     tiles = -(-rows // ROW_TILE)
     blocks = ids.size // block
     first_ids = jnp.arange(tiles + 1) * ROW_TILE
@@ -7105,11 +7106,11 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
 
 # ---- Attention for NVIDIA GPUs ------------------------------------------------------------------
 
-# The forward kernel processes one block of queries for one head, and loops over tiles of visible
-# keys (FlashAttention, Dao et al. 2022). The backward pass has two kernels: one loops over keys for
-# each query block, the other over queries for each key block. Visible keys are contiguous, so tiles
-# outside the range are skipped. The kernels use Triton (deprecated since JAX 0.11), because
-# Mosaic GPU kernels cannot run in interpret mode on CPUs.
+# Each forward step processes a block of queries for one head and loops over tiles of visible keys
+# (FlashAttention, Dao et al. 2022). The backward pass has two kernels: one loops over keys for each
+# query block, the other over queries for each key block. Visible keys are contiguous, so tiles
+# outside the range are skipped. The kernels use Triton (deprecated since JAX 0.11), because Mosaic
+# GPU kernels cannot run in interpret mode on CPUs.
 
 
 class Tiles(NamedTuple):
@@ -7118,24 +7119,24 @@ class Tiles(NamedTuple):
     block: int  # tokens (queries or keys) per grid step
     tile: int  # keys, queries or logits per loop iteration
     warps: int
-    stages: int  # tiles in flight at once
+    stages: int  # tiles in flight
 
 
-THREE_STAGES = 164_928  # bytes of shared memory, for head dim 128 (from compiled programs)
+THREE_STAGES = 164_928  # bytes of shared memory at head dim 128 (from compiled programs)
 
 
 def tiles_for(cfg: Config, device) -> Tiles:
-    """Return the fastest tiles on an H100 (other GPUs are untimed), with two stages if three do not
-    fit in shared memory. If JAX does not report the shared memory size, assume 99 KiB (the minimum
-    since Ampere)."""
+    """Return the fastest tiles on an H100 (other GPUs were not timed), with two stages if three do
+    not fit in shared memory. If JAX does not report the shared memory size, assume 99 KiB (the
+    minimum since Ampere)."""
     room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
     return Tiles(64, 64, warps=4, stages=3 if room >= THREE_STAGES else 2)
 
 
 def sum_tiles(first, last, tile: int, add: Callable, *shapes):
-    """Return float32 sums of the given `shapes` over all tiles visible to a block. Each token in
-    the block sees tokens `first` to `last`, int [block]. add(tile position, mask [block, tile],
-    sums) returns the new sums."""
+    """Return float32 sums of the given `shapes` over all tiles visible to a block. Token i of the
+    block sees tokens `first`[i] to `last`[i]. add(tile position, mask [block, tile], sums) returns
+    the new sums."""
 
     def add_tile(j, sums):
         tokens = (j * tile + jnp.arange(tile))[None]
@@ -7202,7 +7203,7 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
 
 
 def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
-    """Return the gradients of q, k and v (formulas above attend_tpu_backward)."""
+    """Return the gradients w.r.t. q, k and v (formulas above attend_tpu_backward)."""
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     queries = {"q": arrays["q"], "log_sums": arrays["log_sums"], "mean": mean, "y_grad": y_grad}
     keys = {"k": arrays["k"], "v": arrays["v"]}
@@ -7212,7 +7213,7 @@ def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
 
 
 def query_gradients(tiles: Tiles, queries: dict, keys: dict):
-    """Return the gradient of q."""
+    """Return the gradient w.r.t. q."""
     dtype = queries["q"].dtype
 
     def body(r, tokens):
@@ -7236,7 +7237,7 @@ def query_gradients(tiles: Tiles, queries: dict, keys: dict):
 
 
 def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
-    """Return the gradients of k and v."""
+    """Return the gradients w.r.t. k and v."""
     dtype = keys["k"].dtype
 
     def body(r, tokens):
@@ -7292,8 +7293,8 @@ LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)
 
 def loss_rows(logits_tv, targets, weights, cfg: Config):
     """Return (losses float32 [t, targets], logit gradients [t, v] of the weighted loss sum). The
-    gradients overwrite the logits. tanh has a relative error of up to 2^-11, as upstream. Each step
-    reads a row twice, but the second read hits the cache, unlike in XLA's own code."""
+    gradients overwrite the logits. As in upstream, tanh has a relative error of up to 2^-11. Each
+    step reads a row twice, but the second read hits the cache, unlike in XLA's own code."""
     a, b, c = cfg.logit_cap
     half = a / 2
     t, v = logits_tv.shape
