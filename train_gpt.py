@@ -3685,7 +3685,7 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     return cfg, Mesh(np.array(used), (AXIS,))
 
 
-# ---- Memory: what a run needs of a device, before anything is compiled --------------------------
+# ---- Memory: the device memory of a run, before compilation -------------------------------------
 
 SPARE = 2 * 2**30  # bytes reserved per device for other allocations (records/NOTES.md)
 
