@@ -1,15 +1,15 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
-`speedrun` trains the model of record 92 of the modded-nanogpt speedrun
-(github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024; "upstream" below) on 329 M tokens of
-FineWeb in 1194 steps; the target is a validation loss of 3.28. `tiny` is a toy version of the same
-model; `plain` is a plain GPT. Parameters are a dict of arrays. Muon, Adam, data parallelism, the
-data loader, TPU and GPU kernels and exact checkpoints are all in this file. Each idea of the record
+`speedrun` trains the model from record 92 of the modded-nanogpt speedrun
+(github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024; "upstream" below) on 329 M FineWeb
+tokens in 1194 steps; the target validation loss is 3.28. `tiny` is a toy version of the same model;
+`plain` is a plain GPT. Parameters are a dict of arrays. Muon, Adam, data parallelism, the data
+loader, TPU and GPU kernels and exact checkpoints are all in this file. Each of the record's ideas
 can be switched off.
 
-Two CPU cores train `tiny` in less than a minute. Nobody has timed a full `speedrun` yet, and no
-version has run on a TPU: README.md has measurements of parts and predictions. Tests compare losses,
-gradients and updates with upstream.
+Two CPU cores train `tiny` in less than a minute. A full `speedrun` has not been timed yet, and no
+version has run on a TPU; README.md has partial measurements and predictions. Tests check losses,
+gradients and updates against upstream.
 
     python train_gpt.py                    # without an accelerator: `tiny`
     python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
@@ -21,20 +21,20 @@ To learn how it works, read Part I from the top, then any sections of Part II:
                                   training loop; then settings, schedule and batches
     PART II, the ideas            the record's ideas, one per section (disabled by `without=NAME`)
     PART III, the data            reading shards and prefetching batches
-    PART IV, around a run         set-up, checks, checkpoints, log, several hosts, command line
+    PART IV, around a run         setup, checks, checkpoints, logging, multi-host runs, command line
     PART V, fast on hardware      compilation, communication, kernels (disabled by `kernels=plain`)
 
-Terms (records/IDEAS.md has more, with their names in papers):
+Terms (records/IDEAS.md has more, and the names used in papers):
     record N    entry N in upstream's list of records
-    row         one sequence of a batch; also one vector of a table
-    table       an array of vectors that are looked up by id
-    head        one of the attention heads; also the output projection to the vocabulary
+    row         one sequence in a batch; also one vector in a table
+    table       an array of vectors looked up by id
+    head        an attention head; also the output projection to the vocabulary
     stream      the residual stream; the token stream is the concatenated training data
     bank        a stack of equally shaped matrices [matrices, rows, cols]
-    copies      the arrays used in the forward pass; large ones have cfg.compute_dtype
+    copies      the arrays used in the forward pass; large ones are cast to cfg.compute_dtype
 
-Suffixes of array names give their axes, as in x_btd: b rows of a batch, t tokens or queries, s
-keys, d model width, n heads, h head width, f MLP width, v vocabulary.
+Array name suffixes give the axes, as in x_btd: b batch rows, t tokens or queries, s keys, d model
+width, n heads, h head width, f MLP width, v vocabulary.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-SOURCE = Path(__file__).read_text()  # for the log; read before the slow import of JAX
+SOURCE = Path(__file__).read_text()  # for the log; read before importing JAX, which is slow
 try:
     import fcntl
     import resource
@@ -90,12 +90,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXIS = "data"  # the only mesh axis: every device has its own rows of the batch
+AXIS = "data"  # the only mesh axis; each device gets its own rows of the batch
 GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
 
 
 class UserError(Exception):
-    """An error that the user can fix: printed as one line, exit status 2."""
+    """An error the user can fix, printed as one line. The exit status is 2."""
 
 
 def require(holds, reason: str):
@@ -112,16 +112,16 @@ def require(holds, reason: str):
 #     grads0, grads1, ...  forward and backward pass (grads_step), one program per batch shape
 #     anvil                updates matrices every step, with Muon or its extension ANVIL
 #     adam                 updates the embedding, the head and small parameters every second step
-#     tables               updates value and n-gram tables, with more accumulation (not in `plain`)
+#     tables               updates value and n-gram tables every 2, later 4 steps (not in `plain`)
 #     finish, eval         averages the last weights; computes the validation loss
-# shard_map runs each program on every device, like the ranks of torchrun: lax.psum is an all-reduce
-# over AXIS, psum_scatter a reduce-scatter. The training state holds float32 parameters; large
-# parameters are sharded across devices, and have a copy in bfloat16 for the forward pass. (The
-# n-gram table is bfloat16 and has no copy.) Copies of matrices are sharded, too, and gathered every
-# step (FSDP).
+# shard_map runs each program on every device, like torchrun ranks: lax.psum is an all-reduce over
+# AXIS, and psum_scatter is a reduce-scatter. The training state holds float32 parameters. Large
+# parameters are sharded across devices and have bfloat16 copies for the forward pass. (The n-gram
+# table is already bfloat16, so it has no copy.) Matrix copies are also sharded, and all-gathered
+# every step (FSDP).
 #
 # Settings (Layer, Stage, Config) and batches (Rows) come later in Part I; skim them first. A row of
-# tokens [t + 1] contains the inputs and the last target.
+# tokens [t + 1] contains t inputs and the last target.
 
 # ---- Model: token ids -> hidden states ----------------------------------------------------------
 
@@ -129,7 +129,7 @@ def require(holds, reason: str):
 class Kernels(NamedTuple):
     """Functions that Part V can replace with faster kernels. Results match up to rounding."""
 
-    attend: Callable  # packed q, k, v -> outputs of all heads; default: attend_heads
+    attend: Callable  # packed q, k, v -> all head outputs; default: attend_heads
     cross_entropy: Callable  # hidden states -> loss; default: cross_entropy
     add_rows: Callable  # gradient of a table lookup; default: scatter_rows
     blend: Callable  # per-token weighted sum of arrays; default: blend
@@ -141,10 +141,10 @@ class Model(NamedTuple):
     params: dict  # name -> compute copy; a bank is a list of matrices
     cfg: Config
     kernels: Kernels
-    stage: Stage | None  # current training stage; None in validation
-    hyper: Hyper  # hyperparameters that change every step
+    stage: Stage | None  # current training stage; None during validation
+    hyper: Hyper  # per-step hyperparameters
     signs: jax.Array | None  # random signs for n-grams (sign_pool)
-    segments_bt: jax.Array | None = None  # attention stays within a segment (segment_ids)
+    segments_bt: jax.Array | None = None  # attention never crosses segments (segment_ids)
 
 
 class Inputs(NamedTuple):
@@ -160,8 +160,8 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     """Return the final normalized hidden states [b, t, d]. `looked_up` maps table names to
     looked-up vectors (look_up).
 
-    Each `if` with a quoted section title adds an idea of the record. Without them this is a plain
-    GPT."""
+    Each `if` that quotes a section title adds one of the record's ideas. Without them, this is a
+    plain GPT."""
     cfg = model.cfg
     model = model._replace(segments_bt=segments_of(model, rows))
     x0 = looked_up["embed"]
@@ -183,13 +183,13 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     def block(i: int, x):
         return layer_output(model, i, x, outputs, inputs, gates)
 
-    if cfg.recompute:  # keep only layer outputs for the backward pass
+    if cfg.recompute:  # save only layer outputs for the backward pass
         block = jax.checkpoint(block, static_argnums=0)
     for i, layer in enumerate(cfg.layers):
         if layer.new_gates:  # "Gates from small MLPs"
             number = sum(earlier.new_gates for earlier in cfg.layers[: i + 1])
             gates |= coefficients(model, "gate", number, x)
-        if layer.mudd:  # "MUDD": the last layer is in mudd_end
+        if layer.mudd:  # "MUDD": mudd_end runs the last layer
             break
         x = block(i, x)
         outputs.append(x)
@@ -201,19 +201,19 @@ def forward(model: Model, looked_up: dict, rows: Rows):
 def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: dict):
     """Apply layer `i` (pre-norm attention, then pre-norm MLP) to the residual stream `x` [b, t, d].
 
-    `outputs` holds the outputs of all earlier layers; `gates` come from `coefficients`."""
+    `outputs` holds all earlier layer outputs; `gates` come from `coefficients`."""
     cfg, params = model.cfg, model.params
     layer = cfg.layers[i]
     terms = [(1.0, x)]  # (weight, array) pairs for mix
     if cfg.lambdas:  # "Value tables, smear, learned scalars"
         terms = [(params["resid_lambdas"][i, 0], x)]
-    if layer.skip:  # "Gates from small MLPs": no factor on x here, as in upstream
+    if layer.skip:  # "Gates from small MLPs": x is not scaled here, as in upstream
         learned = params["skip_lambda"][cfg.layers_with("skip").index(i)]
         weight = jax.nn.sigmoid(learned) * gates["skip", i]
         terms = [(1.0, x), (weight, outputs[i - layer.skip])]
     if layer.x0:  # "Gates from small MLPs"
         terms.append((gates["x0", i], inputs.x0))
-    if layer.ngram and i > 0:  # "Hashed n-gram table"; forward does this for layer 0
+    if layer.ngram and i > 0:  # "Hashed n-gram table"; forward handles layer 0
         terms.append((gates["ngram", i], inputs.ngram))
     source = x  # attention input
     if layer.reads_back:  # "MUDD": attention reads an earlier layer's output
@@ -253,11 +253,11 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
 
 
 def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
-    """Return the attention output of layer `i`, [b, t, d]. HeadInputs explains `added`;
-    `gates` come from `coefficients`."""
+    """Return layer `i`'s attention output [b, t, d]. HeadInputs explains `added`; `gates` come from
+    `coefficients`."""
     cfg, hyper, params = model.cfg, model.hyper, model.params
     heads = heads_of(cfg, i, model.stage.windows if model.stage else cfg.val_windows)
-    kind = 1 if cfg.layers[i].attends == "long" else 0  # index in Hyper.freqs and Hyper.scales
+    kind = 1 if cfg.layers[i].attends == "long" else 0  # index into Hyper.freqs and Hyper.scales
     inputs = HeadInputs(
         added=added,
         xsa_btn=gates.get(("xsa", i)),
@@ -276,7 +276,7 @@ def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
 
 
 def mlp(model: Model, i: int, x_btd):
-    """Return the MLP output of layer `i`, [b, t, d]."""
+    """Return layer `i`'s MLP output [b, t, d]."""
     activation = squared_relu if model.cfg.squared_relu else jax.nn.gelu
     up_fd, down_fd = mlp_weights(model.cfg, model.params, i)
     with jax.named_scope(f"mlp{i}"):
@@ -287,11 +287,12 @@ def mlp(model: Model, i: int, x_btd):
 
 
 def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
-    """Slice the projections of layer `i` from the banks (see param_specs). Return (q, k and v
-    stacked [q + k + v widths, d], used as x @ W.T; output [d, n v_width], used as y @ W.T).
+    """Slice layer `i`'s projections from the banks (see param_specs). Return (stacked q, k and v
+    projections [q + k + v widths, d], used as x @ W.T; output projection [d, n v_width], used as y
+    @ W.T).
 
     All layers store matrices of the same shape. Layers with narrower heads use only the first rows
-    or columns of each head; the unused ones get zero gradients."""
+    or columns of each head; unused weights get zero gradients."""
     n, d = cfg.heads, cfg.width
     kv = heads.kv or n
     number = cfg.layers_with("attends").index(i)
@@ -309,8 +310,8 @@ def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
 
 
 def mlp_weights(cfg: Config, params: dict, i: int) -> tuple:
-    """Slice the projections of layer `i`, [f, d] each, from the bank. Return (up-projection, used
-    as x @ W.T; down-projection, used as h @ W). Two parallel MLPs become one twice as wide."""
+    """Return layer `i`'s up-projection (used as x @ W.T) and down-projection (used as h @ W), [f,
+    d] each. Two parallel MLPs are merged into one that is twice as wide."""
     first = sum(layer.mlps for layer in cfg.layers[:i])
     numbers = range(first, first + cfg.layers[i].mlps)
     bank = params["mlp_bank"]
@@ -327,8 +328,8 @@ def squared_relu(x):
 def mix(*terms):
     """Return the weighted sum of (weight, array) pairs, in the dtype of the first array.
 
-    The sum is accumulated in float32. Weights are float32, too, because their gradients are sums
-    over all tokens."""
+    The sum is accumulated in float32. Weights are float32 too, because their gradients sum over all
+    tokens."""
     _, first = terms[0]
     total = 0.0
     for weight, x in terms:
@@ -337,7 +338,7 @@ def mix(*terms):
 
 
 def norm(x):
-    """RMSNorm over the last axis, without a learned scale. Statistics are float32."""
+    """RMSNorm over the last axis, without a learned scale. Statistics are computed in float32."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     epsilon = 2.0**-23  # float32 machine epsilon
     return (x * lax.rsqrt(square + epsilon)).astype(x.dtype)
@@ -353,7 +354,7 @@ class Heads:
     count: int
     qk_width: int  # query/key dimension per head
     v_width: int  # value/output dimension per head
-    window: int  # number of earlier positions each position attends to (paired: two per token)
+    window: int  # earlier positions visible to each query (paired: two per token)
     paired: bool = False  # two heads attend as one (pair_heads)
     offset: bool = False  # half of each key comes from the previous token (key_offset)
     normed: bool = True  # use QK norm
@@ -361,10 +362,10 @@ class Heads:
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
-    """Return the Heads of layer `i`. `windows` are the short and long window.
+    """Return layer `i`'s Heads. `windows` holds the short and the long window.
 
-    In long layers, RoPE applies to half of the query/key dimensions; short layers drop the other
-    half (record 92). Narrow layers halve the value dimension."""
+    Long layers apply RoPE to half of the query/key dimensions; short layers have only that half
+    (record 92). Narrow layers halve the value dimension."""
     layer = cfg.layers[i]
     h = cfg.head_width
     is_long = layer.attends == "long"
@@ -381,20 +382,20 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
 
 
 class HeadInputs(NamedTuple):
-    """Inputs to one layer's attention heads besides queries, keys and values."""
+    """Inputs to one layer's attention heads, other than queries, keys and values."""
 
     added: tuple | None  # (x_btd, gates_btn): gates * x is added to v (value tables)
     xsa_btn: jax.Array | None  # gates for exclude_self
     gates_btn: jax.Array | None  # gates on head outputs
     segments_bt: jax.Array
     freqs: jax.Array  # RoPE frequencies in radians per token, [rotating pairs]
-    scale: jax.Array  # factor on q k^T
+    scale: jax.Array  # multiplies q k^T
 
 
 def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
-    """Return the concatenated head outputs [b, t, n v_width] of attention with QK norm and RoPE.
+    """Apply attention with QK norm and RoPE. Return concatenated head outputs [b, t, n v_width].
 
-    The last axis of `qkv` concatenates the queries, keys and values of all heads. `attend` is
+    `qkv` concatenates all heads' queries, keys and values along its last axis. `attend` is
     attend_plain or an equivalent function. Kernels.attend may fuse all of this."""
     b, t, _ = qkv.shape
     n, h = heads.count, heads.qk_width
@@ -432,8 +433,8 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
 def positions(t: int, heads: Heads):
     """Return RoPE positions, int [t, 1], or [t, n] for paired heads.
 
-    Paired heads have two positions per token i: 2i for even heads, 2i + 1 for odd heads. But
-    pair_heads puts the first half of the heads at 2i. This upstream bug is kept so that losses
+    Paired heads use two positions per token i: 2i for even heads, 2i + 1 for odd heads. However,
+    pair_heads puts the first half of the heads at 2i. We keep this upstream bug so that losses
     match."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
@@ -444,8 +445,8 @@ def positions(t: int, heads: Heads):
 def rope_tables(freqs, positions_tn, width: int):
     """Return (cos, sin) of the RoPE angles, float32 [t, n or 1, width / 2].
 
-    The first pairs of dimensions rotate at `freqs`. The remaining pairs, half of all pairs in long
-    layers, have angle 0, so they match content regardless of position."""
+    The first pairs of dimensions rotate at `freqs`. The remaining pairs (half of all pairs in long
+    layers) have angle 0, so they match content regardless of position."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     others = width // 2 - freqs.shape[0]
     padding = [(0, 0), (0, 0), (0, others)]
@@ -455,7 +456,7 @@ def rope_tables(freqs, positions_tn, width: int):
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
-    """Apply RoPE (Su et al. 2021): rotate dimensions (i, i + h/2) of each head by minus the
+    """Apply RoPE (Su et al. 2021): rotate each head's dimensions (i, i + h/2) by the negative
     angle."""
     left, right = jnp.split(x_btnh, 2, axis=-1)
     cos = cos_tnh.astype(x_btnh.dtype)[None]
@@ -464,11 +465,11 @@ def rope(x_btnh, cos_tnh, sin_tnh):
 
 
 def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Causal sliding-window attention, [b, t, n, h]: the reference for kernels.
+    """Causal sliding-window attention, [b, t, n, h]: the reference for the kernels.
 
     Each token attends to itself and the `window` tokens before it, within its segment. Scores and
-    softmax are float32. All t x t scores are materialized; attend_band (Part V), the default
-    without kernels, avoids that."""
+    softmax are computed in float32. All t x t scores are materialized; attend_band (Part V), the
+    default without kernels, avoids that."""
     t = jnp.arange(q_btnh.shape[1])
     back_ts = t[:, None] - t[None]  # distance from query t to key s
     near_ts = (back_ts >= 0) & (back_ts <= window)
@@ -486,16 +487,16 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     """Return (weighted training loss, unweighted next-token loss for the log), both float32 sums.
 
     The training loss is differentiated with respect to `params` and `looked_up`; `params` override
-    Model.params. As in upstream, it is summed over the tokens of a row and averaged over rows. Muon
-    and Adam are scale-invariant, but their moments take a while to adapt to a new row length."""
+    Model.params. As in upstream, the loss is summed over each row's tokens and averaged over rows.
+    Muon and Adam are scale-invariant, but their moments adapt slowly to a new row length."""
     model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
     per_token = x_btd, *targets_ahead(model, rows.targets)  # features, targets, weights
     if model.cfg.pointer_width:  # "Copy pointer": adds its probabilities
         per_token = with_pointer(model, rows, *per_token)
     if rows.targets.candidates.size:  # "Multi-token prediction and sampled softmax"
-        heads_bvd = looked_up["head"]  # one head per row, over the candidates of the row
-    else:  # one head for all rows, so concatenate them
+        heads_bvd = looked_up["head"]  # one head per row, restricted to the row's candidates
+    else:  # all rows share one head, so concatenate them
         heads_bvd = model.params["head"][None]
         per_token = [x.reshape(1, -1, x.shape[-1]) for x in per_token]
     sums = []
@@ -509,9 +510,9 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
 def targets_ahead(model: Model, all_targets: Targets) -> tuple:
     """Return targets [b, t, targets] (int) and their loss weights (float32, same shape).
 
-    Target j of token i is token i + j + 1 (in `plain` only j = 0), even in the next document. The
-    next token's prefix may be an additional target. Weights are 0 past the end of a row and in
-    padding rows, which have targets of -1."""
+    Target j of token i is token i + j + 1 (`plain` uses only j = 0), even across document
+    boundaries. The next token's prefix can be an extra target. Weights are 0 past the end of a row
+    and in padding rows, whose targets are -1."""
     ahead = jnp.ones(1)  # loss weight of each j
     stage = model.stage
     if stage:  # training
@@ -557,7 +558,7 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
     w_vd = head_vd.astype(x_td.dtype)
     logits_tv = jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32)
     logits_tv = cap_logits(logits_tv, cfg)
-    if cfg.logit_cap[0]:  # exp cannot overflow, and skipping the max subtraction rounds less
+    if cfg.logit_cap[0]:  # exp cannot overflow, and not subtracting the max is more accurate
         log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
     else:
         log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
@@ -565,7 +566,7 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
 
 
 def cap_logits(z, cfg: Config):
-    """Cap float32 logits to (0, a) with a * sigmoid((z + b) / c), unless a = 0 (records 9, 18,
+    """Cap float32 logits to (0, a) with a * sigmoid((z + b) / c). No cap if a = 0 (records 9, 18,
     54)."""
     a, b, c = cfg.logit_cap
     z = z.astype(jnp.float32)
@@ -575,7 +576,7 @@ def cap_logits(z, cfg: Config):
 
 
 def add_losses(sums, losses, weights, pointed=None):
-    """Add a chunk's losses [t, targets] to the two sums of cross_entropy."""
+    """Add a chunk's losses [t, targets] to cross_entropy's two running sums."""
     weighted, plain = sums
     if pointed is not None:  # "Copy pointer"
         losses = mix_pointed(losses, pointed)
@@ -586,8 +587,8 @@ def add_losses(sums, losses, weights, pointed=None):
 def in_chunks(cfg: Config, ids: int, *arrays):
     """Reshape arrays [t, ...] to [chunks, t / chunks, ...]. None stays None.
 
-    A chunk has at most cfg.loss_chunk tokens, or proportionally more if the softmax covers fewer
-    `ids` than the full vocabulary."""
+    Chunks have at most cfg.loss_chunk tokens, or proportionally more if the number of `ids` in the
+    softmax is smaller than the vocabulary."""
     tokens = len(arrays[0])
     chunks = chunk_count(tokens, cfg.loss_chunk * cfg.vocab // ids)
     return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
@@ -603,21 +604,21 @@ def chunk_count(tokens: int, most: int) -> int:
 
 
 class AdamRates(NamedTuple):
-    """Inputs of `adam` besides the arrays."""
+    """Hyperparameters of one `adam` update."""
 
     lr: jax.Array
     decay: float  # an update subtracts lr * lr * decay * weight, as in upstream
-    count: jax.Array  # number of the update, from 1
+    count: jax.Array  # update count, starting at 1
     betas: tuple[float, float]
     eps: float
     cautious: bool  # see descend
 
 
 def adam_rates(cfg: Config, spec: ParamSpec, hyper: Hyper, steps: int) -> AdamRates:
-    """Return the AdamRates for an update with the summed gradients of `steps` steps.
+    """Return the AdamRates for an update that sums the gradients of `steps` steps.
 
-    When tables are updated half as often, after table_change, their betas are squared and their
-    weight decay is doubled to compensate (record 92)."""
+    After table_change, tables are updated half as often. To compensate, their betas are squared and
+    their weight decay is doubled (record 92)."""
     span, count = 1, hyper.adam_count
     if spec.updated_by == "tables":  # "Table updates"
         span, count = steps / cfg.table_every[0], hyper.table_count
@@ -647,13 +648,13 @@ def descend(param, update, decay, cautious: bool):
 
 
 def anvil(cfg: Config, spec: ParamSpec, old: dict, grad, hyper: Hyper) -> dict:
-    """Apply one ANVIL update (record 92) to a bank. `old` and the result map "params" and the
-    moments to this device's shards, float32 [matrices, rows, cols].
+    """Apply one ANVIL update (record 92) to a bank. `old` and the result hold this device's shards
+    of "params" and the moments, float32 [matrices, rows, cols].
 
-    Without its extensions ANVIL is Muon (Jordan et al. 2024, record 4): each matrix's momentum is
-    replaced with the nearest orthogonal matrix, so all directions are updated at the same rate.
-    Cautious weight decay (Liang et al. 2024; record 43) applies only where the averaged gradient
-    shrinks the weight or is 0."""
+    Without its extensions, ANVIL is Muon (Jordan et al. 2024, record 4): it replaces each matrix's
+    momentum with the nearest orthogonal matrix, so all directions are updated at the same rate.
+    Cautious weight decay (Liang et al. 2024; record 43) applies only where a step along the
+    averaged gradient would not grow the weight."""
     param = old["params"]
     if cfg.slow_rate:  # "ANVIL": two averages of the gradient
         update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
@@ -672,7 +673,7 @@ def anvil(cfg: Config, spec: ParamSpec, old: dict, grad, hyper: Hyper) -> dict:
     lr = hyper.lr * spec.lr
     decays = average * param >= 0 if cfg.cautious else 1.0
     update += lr * spec.decay * decays * param
-    # Learning-rate factor of each matrix; padding matrices get an arbitrary factor.
+    # Per-matrix learning-rate factors; padding matrices get an arbitrary factor.
     matrices = len(param)
     numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)
     scale = jnp.float32(spec.lr_factors).at[numbers].get(mode="clip")
@@ -681,7 +682,7 @@ def anvil(cfg: Config, spec: ParamSpec, old: dict, grad, hyper: Hyper) -> dict:
 
 
 # Coefficients (a, b, c) of X <- aX + (bA + cAA)X with A = XX^T. Each iteration brings the singular
-# values closer to 1 (Polar Express, Amsel et al. 2025; these coefficients: record 92).
+# values closer to 1 (Polar Express, Amsel et al. 2025; coefficients from record 92).
 ANVIL_MAPS = (
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
@@ -693,20 +694,20 @@ ANVIL_MAPS = (
 
 
 def orthogonalize(x, dtype):
-    """Replace each matrix of a bank [matrices, rows, cols] with an approximation of the nearest
+    """Replace each matrix in a bank [matrices, rows, cols] with approximately the nearest
     (semi-)orthogonal matrix, computed in `dtype`."""
     x = x.astype(dtype)
     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
-    x = (x / (norms * 1.05 + 1e-6)).astype(dtype)  # singular values below 1, even when rounded
+    x = (x / (norms * 1.05 + 1e-6)).astype(dtype)  # keeps singular values below 1 despite rounding
     tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x  # so that the Gram matrix is the smaller one
+    x = x.mT if tall else x  # so that the Gram matrix is small
 
     def closer(x, abc):
         a, b, c = abc
         gram = x @ x.mT
         return a * x + (b * gram + c * (gram @ gram)) @ x, None
 
-    # Unrolled, this loop takes the TPU compiler twice as long.
+    # Unrolling this loop doubles TPU compile time.
     x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
     return x.mT if tall else x
 
@@ -716,24 +717,24 @@ def orthogonalize(x, dtype):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """An entry of the parameter table."""
+    """An entry in the parameter table."""
 
     shape: tuple[int, ...]
-    init: Callable | float | np.ndarray  # function (key, shape) -> float32 array, or the values
-    optimizer: str  # anvil, adam, or rows (Adam with only one second moment per table row)
-    updated_by: str  # which program updates it: anvil, adam or tables
+    init: Callable | float | np.ndarray  # initializer (key, shape) -> float32 array, or values
+    optimizer: str  # anvil, adam, or rows (Adam with one second moment per table row)
+    updated_by: str  # program that updates it: anvil, adam or tables
     lr: float
     decay: float = 0.0  # an update subtracts lr * lr * decay * weight (ANVIL: * lr_factors)
     betas: tuple[float, float] = (0.0, 0.0)  # for adam and rows
-    lr_factors: tuple[float, ...] = ()  # for anvil: learning-rate factor of each matrix in the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, its final weight)
-    rescaled: bool = False  # averaging keeps the norm of the weights
+    lr_factors: tuple[float, ...] = ()  # for anvil: per-matrix learning-rate factors
+    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, its share)
+    rescaled: bool = False  # averaging preserves the weight norm
     sharded: bool = True  # across devices along axis 0; small parameters are replicated
     dtype: str = "float32"
 
 
 def moments(cfg: Config, spec: ParamSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a parameter's optimizer state: kind -> shape."""
+    """Return a parameter's optimizer state shapes, keyed by kind of moment."""
     if spec.optimizer == "adam":
         return {"first": spec.shape, "second": spec.shape}
     if spec.optimizer == "rows":
@@ -751,29 +752,29 @@ NGRAMS = "ngram_table"  # no compute copy; gradients are exchanged separately
 
 @functools.cache
 def param_specs(cfg: Config) -> dict[str, ParamSpec]:
-    """Return name -> ParamSpec for every parameter.
+    """Return a dict from parameter names to ParamSpecs.
 
     Matrices of equal shape are stacked into banks, so that ANVIL needs one batched call per shape:
-        qk_bank [matrices, heads per matrix * h, d]: q, then k of each attention layer (x @ W.T).
+        qk_bank [matrices, heads per matrix * h, d]: each attention layer's q, then k (x @ W.T).
             The record has six matrices per layer, each with two heads of q or k.
-        vo_bank [2 per attention layer, d, d]: v, then o (x @ W.T). If query heads share keys and
-            values, vo_bank holds only o, and v_bank v [1 per attention layer, kv_heads * h, d].
+        vo_bank [2 per attention layer, d, d]: v, then o (x @ W.T). With grouped-query attention,
+            vo_bank has only o, and v_bank [1 per attention layer, kv_heads * h, d] has v.
         mlp_bank [2 per MLP, f, d]: up-projection (x @ W.T), then down-projection (h @ W).
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
     attentions = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
-    per_matrix = cfg.qk_heads or n  # heads per matrix of q or k
+    per_matrix = cfg.qk_heads or n  # q or k heads per matrix
     # Orthogonalized updates have unit singular values, so each element of a wide output changes
-    # less. sqrt(f / d) compensates for this in up-projections (Jordan et al. 2024). Twice that for
-    # down-projections is empirical (record 48).
+    # less. A factor of sqrt(f / d) compensates for this in up-projections (Jordan et al. 2024).
+    # Doubling it for down-projections is empirical (record 48).
     up_rate = math.sqrt(max(1, f / d))
     mlp_rates = (up_rate, 2 * up_rate) * mlps  # up, down, up, down, as stored
-    # All up-projections, then all down-projections: the order of in_pairs.
+    # in_pairs expects all up-projections, then all down-projections.
     mlp_init = (1.0,) * mlps + (cfg.down_init,) * mlps
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_init, mlp_rates)
-    # Factors on lr_adam and decay_adam, and betas.
+    # The tuples are factors on (lr_adam, decay_adam), and betas.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     vo_init = (1.0, cfg.o_init) * attentions
     if cfg.shared:  # v has fewer rows than o, so it needs a separate bank
@@ -793,7 +794,7 @@ def param_specs(cfg: Config) -> dict[str, ParamSpec]:
 
 
 def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> ParamSpec:
-    """Return the ParamSpec of a parameter that Adam updates. `rates` are factors on lr_adam and
+    """Return the ParamSpec of a parameter trained by Adam. `rates` are factors on lr_adam and
     decay_adam; `fields` override other ParamSpec fields."""
     lr, decay = rates
     rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
@@ -802,8 +803,8 @@ def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> 
 
 
 def by_anvil(cfg: Config, shape, init_scales=1.0, lr_factors: tuple = ()) -> ParamSpec:
-    """Return the ParamSpec of a bank. `init_scales` and `lr_factors` are per-matrix factors on the
-    initial values and on the learning rate."""
+    """Return a bank's ParamSpec. `init_scales` and `lr_factors` scale each matrix's initial values
+    and learning rate."""
     std = 0.5 / math.sqrt(cfg.width)  # as in upstream
     start = functools.partial(uniform, std, init_scales)
     rates = {
@@ -826,7 +827,7 @@ def normal(std: float) -> Callable:
 
 
 def uniform(std: float, factors: float | tuple[float, ...], key, shape):
-    """Initialize a bank: uniform with this standard deviation, times a factor per matrix."""
+    """Initialize a bank uniformly, with this standard deviation times a factor per matrix."""
     bound = math.sqrt(3) * std
     values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
     return values * jnp.float32(factors).reshape(-1, 1, 1)
@@ -838,8 +839,8 @@ def updated(cfg: Config, kind: str) -> list[str]:
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """Build a tree like the training state: kind -> name -> leaf(shape, dtype, ParamSpec). Kinds
-    are "params", optimizer moments and averages."""
+    """Build a tree with the structure of the training state: kind -> name -> leaf(shape, dtype,
+    ParamSpec). Kinds are "params", optimizer moments and averages."""
     state = {}
     for name, spec in param_specs(cfg).items():
         state.setdefault("params", {})[name] = leaf(spec.shape, jnp.dtype(spec.dtype), spec)
@@ -850,7 +851,7 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
 
 
 def init_state(cfg: Config, seed):
-    """Return the training state before the first step."""
+    """Return the initial training state."""
     key = jax.random.key(seed)
 
     def zeros(shape, dtype, spec):
@@ -876,7 +877,7 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     parameters unchanged.
 
     `gather` all-gathers a table. Value tables are split into one array per layer, because TPU
-    lookups should be twice as fast if a table fits into VMEM (a prediction, records/NOTES.md)."""
+    lookups should be twice as fast when a table fits in VMEM (predicted in records/NOTES.md)."""
     copies = {}
     for name, x in params.items():
         spec = param_specs(cfg)[name]
@@ -885,7 +886,7 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
         copies[name] = x.astype(cfg.dtype) if spec.sharded else x
         if spec.sharded and spec.optimizer != "anvil":
             full = gather(copies[name])
-            copies[name] = full[: spec.shape[0]]  # without padding rows (abstract_state)
+            copies[name] = full[: spec.shape[0]]  # drop padding rows (abstract_state)
         if name == "value_tables":
             copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
     return copies
@@ -897,15 +898,15 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 # gather_banks (Part V) does the following in an order that lets XLA overlap communication:
 #     bank = lax.all_gather(shard, AXIS, tiled=True)  # before the forward pass
 #     grad_shard = lax.psum_scatter(grad, AXIS, tiled=True)  # after the backward pass
-# Tables are only gathered after their updates; reduce_scatter (Part V) sums their gradients.
+# Tables are gathered only when updated; reduce_scatter (Part V) sums their gradients.
 
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
     """Return (gradients, mean loss over all devices, number of dropped n-grams) for one step.
 
-    Bank gradients are reduce-scattered. N-gram gradients are sent to the devices that own their
-    rows. All other gradients come from this device's rows only, in the dtypes of the copies, and
-    are summed over devices in update_step. `table` is this device's shard of the n-gram table."""
+    Bank gradients are reduce-scattered. N-gram gradients are sent to the devices that own the rows.
+    All other gradients are for this device's rows only, in the dtypes of the copies; update_step
+    sums them over devices. `table` is this device's shard of the n-gram table."""
     model, requested, scatter_banks = gathered_model(cfg, kernels, stage, copies, table, batch)
     total, grads = gradients_of(model, batch.rows)
     grads = {name: in_copy_dtype(grad, model.params[name]) for name, grad in grads.items()}
@@ -913,7 +914,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     if cfg.ngram_rows:  # "Hashed n-gram table"
         dropped = dropped_ngrams(batch.rows.slots)
     numbers = lax.psum(jnp.stack([total / stage.batch_tokens, dropped]), AXIS)
-    if cfg.ngram_rows:  # "Hashed n-gram table": the exchange follows the psum
+    if cfg.ngram_rows:  # "Hashed n-gram table": exchange after the psum
         numbers, grads[NGRAMS] = send_to_owners(requested, grads[NGRAMS], numbers)
     grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})  # psum_scatter
     loss, dropped = numbers
@@ -921,8 +922,8 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 
 
 def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: Batch) -> tuple:
-    """Return (Model with unsharded parameters, n-gram rows requested by all devices, function that
-    reduce-scatters bank gradients). `stage` is None in validation."""
+    """Return (Model with unsharded parameters, n-gram rows requested from this device, function
+    that reduce-scatters bank gradients). `stage` is None during validation."""
     requested, fetched = None, {}
     if cfg.ngram_rows:  # "Hashed n-gram table"
         requested, fetched = fetch_requests(table, batch)
@@ -940,11 +941,11 @@ def in_copy_dtype(grad, copy):
 
 
 def gradients_of(model: Model, rows: Rows):
-    """Return (summed next-token loss, name -> float32 gradient) for this device's rows.
+    """Return (summed next-token loss, dict of float32 gradients) for this device's rows.
 
     Rows are processed in micro-batches. The loss is differentiated with respect to looked-up
-    vectors instead of tables; add_rows then scatters these gradients into the table gradient. All
-    value tables share one gradient array."""
+    vectors instead of tables; add_rows then scatters the resulting gradients into the table
+    gradient. All value tables share one gradient array."""
     cfg, params = model.cfg, model.params
     lookups = table_ids(cfg, rows)
     weights = {name: x for name, x in params.items() if name not in lookups}
@@ -961,7 +962,7 @@ def gradients_of(model: Model, rows: Rows):
         so_far = {name: grads[name] for name in weights}
         new = jax.tree.map(lambda total, x: total + x.astype(jnp.float32), so_far, new)
         for name, table_rows in row_grads.items():
-            # Candidates of a single row are sorted, which speeds up add_rows.
+            # A single row's candidates are sorted, which speeds up add_rows.
             ascending = name == "head" and len(ids[name]) == 1
             new[name] = model.kernels.add_rows(grads[name], ids[name], table_rows, ascending)
         return total + loss, new
@@ -974,12 +975,12 @@ def gradients_of(model: Model, rows: Rows):
 
 
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
-    """Return the ids to look up in each table: table name -> ids of any shape."""
+    """Return a dict from table names to the ids to look up, of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
     ids = {"embed": tokens}
     if cfg.layers_with("values"):  # "Value tables, smear, learned scalars"
         ids["value_tables"] = tokens
-    if cfg.ngram_rows:  # "Hashed n-gram table": positions among the fetched rows
+    if cfg.ngram_rows:  # "Hashed n-gram table": indices into the fetched rows
         ids[NGRAMS] = rows.slots
     if rows.targets.candidates.size:  # "Multi-token prediction and sampled softmax"
         ids["head"] = rows.targets.candidates
@@ -987,8 +988,8 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 
 
 def look_up(tables: dict, ids: dict) -> dict:
-    """Look up `ids`, a dict table name -> [...]. Return a dict table name -> vectors [..., d]. The
-    entry of value_tables is a list with one array per table."""
+    """Look up `ids`, a dict from table names to ids [...]. Return a dict from table names to
+    vectors [..., d]. For value_tables, return a list with one array per table."""
 
     def rows_at(table, wanted):
         return table.at[wanted].get(mode="promise_in_bounds")
@@ -1001,10 +1002,10 @@ def look_up(tables: dict, ids: dict) -> dict:
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """Scatter-add the gradients of looked-up vectors, `rows` [..., d], into `grad_vd` at `ids`.
+    """Scatter-add `rows` [..., d], the gradients w.r.t. looked-up vectors, into `grad_vd` at `ids`.
 
-    `rows` can be a list if several tables, stacked in `grad_vd`, share the ids. On GPUs the result
-    is not deterministic."""
+    If `grad_vd` stacks several tables that share the ids, `rows` is a list. The result is not
+    deterministic on GPUs."""
     tables = jax.tree.leaves(rows)
     size = grad_vd.shape[0] // len(tables)  # rows per table
     for number, x in enumerate(tables):
@@ -1015,8 +1016,8 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
 
 
 def sum_batches(add: Callable, zeros, batches):
-    """Fold add(carry, batch) -> carry over stacked `batches`. For a single batch there is no loop,
-    so XLA can remove the addition of zeros."""
+    """Fold add(carry, batch) -> carry over stacked `batches`. A single batch runs without a loop,
+    so that XLA can optimize away the zeros."""
     if len(jax.tree.leaves(batches)[0]) == 1:
         only = jax.tree.map(lambda x: x[0], batches)
         return add(zeros, only)
@@ -1033,18 +1034,18 @@ def micro_batches(cfg: Config, rows: Rows):
 
 def rows_together(cfg: Config, b: int, t: int) -> int:
     """Return the number of rows per micro-batch: the largest divisor of the device's b rows that
-    fits into cfg.micro_tokens, or 1."""
+    fits in cfg.micro_tokens, or 1."""
     divisors = (k for k in range(b, 1, -1) if b % k == 0)
     return next((k for k in divisors if k * t <= cfg.micro_tokens), 1)
 
 
 def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """Update the parameters in `due`: name -> this device's gradients, one per step since the last
-    update. Return (state, updated compute copies, gradient norms if cfg.log_norms).
+    """Update the parameters in `due`, which maps names to this device's gradients (one per step
+    since the last update). Return (state, updated compute copies, gradient norms if cfg.log_norms).
 
-    Each device updates its shard of every large parameter. Gradients of the head, embedding and
-    value tables are reduce-scattered first, and the updated shards are all-gathered, both in the
-    compute dtype as in upstream."""
+    Each device updates its shard of every large parameter. Head, embedding and value table
+    gradients are reduce-scattered first, and the updated shards are all-gathered afterwards, both
+    in the compute dtype as in upstream."""
     new = {kind: dict(arrays) for kind, arrays in state.items()}
     norms = {}
     for name, grads in due.items():
@@ -1077,12 +1078,12 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
 
 
 def sum_over_devices(cfg: Config, spec: ParamSpec, grads: tuple):
-    """Sum the gradients of several steps over all devices. Return this device's shard, or the full
-    array for a replicated parameter, in float32. (Tables are sent in cfg.dtype.)"""
+    """Sum several steps' gradients over all devices. Return this device's shard, or the full array
+    if the parameter is replicated, in float32. (Table gradients are sent in cfg.dtype.)"""
     if spec.sharded and spec.optimizer != "anvil":
         return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
     grad = sum(x.astype(jnp.float32) for x in grads)
-    if spec.sharded:  # a bank, which grads_step has already summed over devices
+    if spec.sharded:  # a bank: grads_step already summed over devices
         return grad
     return lax.psum(grad, AXIS)
 
@@ -1117,7 +1118,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
     """Return (mean loss in nats per token, number of dropped n-grams) over validation `batches`.
-    `loss` is the compiled eval_step, as a function of the batch alone."""
+    `loss` is the compiled eval_step, with only the batch as argument."""
     results = jax.device_get([loss(batch) for batch in batches])
     total, dropped = np.sum(results, axis=0, dtype=np.float64)
     return float(total) / cfg.val_tokens, int(dropped)
@@ -1131,15 +1132,15 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
     The clock includes training steps, data loading, intermediate checkpoints and the final
     averaging, but not setup (`prepare` in Part IV), validation or the final checkpoint. Checkpoints
-    and stops requested by a signal are delayed until all accumulated gradients are applied."""
+    and stop signals are delayed until all accumulated gradients have been applied."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
     state, copies, loader = ready.state, ready.copies, ready.loader
     first = saved.step if saved else 0
     last_saved = first
     save_every = cfg.checkpoint_every or cfg.steps
-    waiting = {}  # gradients that no update has used: name -> one entry per step
-    newest = None  # last StepResult, not logged yet
+    waiting = {}  # gradients not yet applied: name -> one entry per step
+    newest = None  # last StepResult, not yet logged
 
     def pause():
         nonlocal newest
@@ -1153,17 +1154,17 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
         batches = validation_batches(cfg, mesh, step, *ready.validation)
         loss, dropped = evaluate(cfg, program, batches)
-        loss = check_loss(log, step, loss)  # stops a run that diverges
+        loss = check_loss(log, step, loss)  # stops diverging runs
         is_best = log.validated(step, loss, dropped)
         if is_best and cfg.keep_best and step > 0:
             log.save(step, {"params": state["params"]}, loader, best=True)
 
     with contextlib.closing(ready.batches) as batches:
         for step in range(first, cfg.steps):
-            is_new = step > first or not saved  # a checkpoint's own step is already validated
+            is_new = step > first or not saved  # the checkpoint's own step was already validated
             if is_new and cfg.val_every and step % cfg.val_every == 0:
                 validate_after(step)
-            # Signal or 0. All hosts see the signal at the same step, counted from process start.
+            # Signal number or 0, the same on all hosts. The argument counts this process's steps.
             signalled = ready.stop_signal(step - first)
             if signalled and not waiting:
                 pause()
@@ -1182,7 +1183,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             gradients, *updates = schedule(cfg).programs[step]
             grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-            del grads  # free the gradients as soon as they have been applied
+            del grads  # free each gradient as soon as it has been applied
             all_norms = {}
             for update in updates:
                 due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
@@ -1190,11 +1191,11 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
                 copies |= changed
                 all_norms |= norms
                 del due
-            log_step(log, newest)  # the previous step, while this step runs
+            log_step(log, newest)  # log the previous step while this one runs
             number_of_pass = ready.stream.pass_at(loader.cursor)
             newest = StepResult(step + 1, loss, dropped, all_norms, number_of_pass)
 
-    waiting.clear()  # gradients that no update will use
+    waiting.clear()  # gradients that will never be applied
     state, changed = compiled["finish"](state)
     copies |= changed
     validate_after(cfg.steps)
@@ -1207,7 +1208,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         table = state["params"].get(NGRAMS)
         trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
         demonstrate(log, trained)
-    missing = log.facts.get("missing")  # error of a failed checkpoint, if any
+    missing = log.facts.get("missing")  # error from a failed checkpoint, if any
     require(not missing, f"the run is complete, but {missing}")
     return log.folder
 
@@ -1215,7 +1216,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # ---- Settings: all hyperparameters, and the presets ---------------------------------------------
 
 Kind = TypeVar("Kind")
-Positive = Annotated[Kind, "positive"]  # must be above 0
+Positive = Annotated[Kind, "positive"]  # must be greater than 0
 Machine = Annotated[Kind, "machine"]  # not part of the recipe, so `--resume` can change it
 
 
@@ -1241,16 +1242,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase of training with one batch size and row length. Sizes are in tokens."""
+    """A phase of training with a fixed batch size and row length. Sizes are in tokens."""
 
     share: float  # fraction of the schedule; 0 only for a final stage of Config.extension steps
     batch_tokens: Positive[int]  # global batch size
     row_tokens: Positive[int]  # sequence length
-    doc_cap: int  # truncate documents to this length; 0: cut rows regardless of documents
+    doc_cap: int  # truncate documents to this length; 0: rows ignore document boundaries
     windows: Positive[tuple[int, int]]  # attention windows of short and long layers
     lr_factor: float = 1.0  # factor on all learning rates
     loss_weights: tuple[float, ...] = (1.0,)  # of the next token, the token after it, ...
-    loss_weights_end: tuple[float, ...] = (1.0,)  # final weights; linearly interpolated in between
+    loss_weights_end: tuple[float, ...] = (1.0,)  # at the end of the stage; linearly interpolated
     # Each entry applies to an equal part of the stage:
     prefix_weights: tuple[float, ...] = (0.0,)  # loss weight of the next token's prefix (record 88)
     candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0: full vocabulary
@@ -1263,11 +1264,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. A preset is a Config; `--set KEY=VALUE` replaces fields.
+    """All settings of a run. A preset is a Config; `--set KEY=VALUE` overrides fields.
 
-    The defaults are record 92, except for the n-gram table: it has half as many rows and hashes
-    normalized ids, for the same loss (pull request 375). The record itself has
-    ngram_rows=84602880 ngram_ids=raw."""
+    The defaults match record 92, except that the n-gram table has half as many rows and hashes
+    normalized ids, for the same loss (pull request 375). The record itself uses ngram_rows=84602880
+    ngram_ids=raw."""
 
     preset: str = "speedrun"
     without: str = ""  # comma-separated IDEAS to disable; "all" means all except PLAIN_HAS
@@ -1294,39 +1295,39 @@ class Config:
     vocab: int = 50304  # embedding rows: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # tokenizer vocabulary size
     bos: int = 50256  # token id at the start of each document
-    # Tokenizer. "bpe" needs its merges next to the shards. "ids" is any other tokenizer: its token
-    # bytes are unknown, so there are no prefixes, normalized n-grams or text samples.
+    # Tokenizer. "bpe" needs its merges next to the shards. "ids" is any other tokenizer: token
+    # bytes are unknown, so prefixes, normalized n-grams and text samples are unavailable.
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # hash table rows, half of them for bigrams; 0 disables n-grams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # "normalised" ignores case, accents
     ngram_drop: float = 0.0  # dropout probability of n-gram vectors
-    sign_rows: int = 8192  # rows of random signs that tell colliding n-grams apart; 0 disables
+    sign_rows: int = 8192  # rows of random signs to distinguish colliding n-grams; 0 disables
     documents: bool = True  # attention does not cross document boundaries
     half_rope: bool = True  # RoPE on half of the head dimensions; short layers drop the other half
     qk_norm: bool = True
-    key_offset: bool = True  # long layers match keys of the previous token (key_offset)
+    key_offset: bool = True  # in long layers, half of each key is the previous token's (key_offset)
     qk_heads: int = 2  # heads per qk_bank matrix; 0 means all
     o_init: float = 1.0  # initial scale of attention output projections
     down_init: float = 0.0  # initial scale of MLP down-projections
-    squared_relu: bool = True  # MLP activation; False means GELU
+    squared_relu: bool = True  # ReLU^2 in MLPs; False means GELU
     smear: bool = True  # add the gated embedding of the previous token to each embedding
-    lambdas: bool = True  # learned scalars on q, k, v, o and on the terms of a layer
+    lambdas: bool = True  # learned scalars on q, k, v, o and each layer's terms
     value_gates: bool = True  # per-head gates on value tables
     gate_width: int = 64  # hidden width of gate MLPs; 0 makes gates learned constants
     mudd_width: Positive[int] = 64  # hidden width of MUDD MLPs
     rope_base: Positive[float] = 1024.0
-    attn_scales: tuple[float, float] = (0.13, 0.085)  # initial scale of q k^T: short, long layers
+    attn_scales: tuple[float, float] = (0.13, 0.085)  # initial scale of q k^T (short, long)
     # a, b, c in a * sigmoid((logit + b) / c); zeros disable the cap
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)
     pointer_width: int = 0  # query/key width of the copy pointer (pointer_probs); 0 disables
-    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # block size: training, validation
+    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # block size (training, validation)
     compute_dtype: Literal["bfloat16", "float32"] = (
-        "bfloat16"  # also of copies and the n-gram table
+        "bfloat16"  # also used for copies and the n-gram table
     )
-    # Schedule. Batch size, windows and document length grow; the batch shrinks at the end.
+    # Schedule. Batch size, windows and document length grow; the batch shrinks again at the end.
     start: str = ""  # checkpoint with initial parameters; "" means random initialization
     steps: Positive[int] = 1194
-    extension: int = 20  # steps after the schedule: lowest learning rate, widest windows
+    extension: int = 20  # extra steps with the lowest learning rate and widest windows
     # fmt: off
     stages: tuple[Stage, ...] = (  # lr_factor grows roughly with the square root of the batch size
         Stage(share=320 / 1174, batch_tokens=131_072, row_tokens=16_384, doc_cap=896,
@@ -1348,7 +1349,7 @@ class Config:
     epochs: Positive[int] = 1  # maximum number of training epochs; records use 1
     attention_cap: Positive[int] = 2560  # maximum segment length in training (segment_ids)
     tied: float = 1.0  # fraction of the schedule with tied head and embedding
-    cooldown: float = 0.8  # final fraction of the schedule with linear learning-rate decay
+    cooldown: float = 0.8  # fraction of the schedule spent in the final linear learning-rate decay
     lr_floor: float = 0.3  # learning-rate factor after the cooldown
     # Optimizers. param_specs has per-parameter factors.
     muon: bool = True  # orthogonalize matrix updates; False only rescales them (as_large)
@@ -1369,11 +1370,11 @@ class Config:
     adam_eps: Positive[float] = 1e-10
     # Adam betas of mixing weights, and of gates and other scalars
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
-    adam_every: Positive[int] = 2  # steps of gradient accumulation per Adam update
-    table_every: tuple[int, int] = (2, 4)  # the same for tables, before and after table_change
+    adam_every: Positive[int] = 2  # steps of gradients summed per Adam update
+    table_every: tuple[int, int] = (2, 4)  # likewise for tables, before and after table_change
     table_change: int = 336  # step
     tail: int = 298  # average head, embedding and matrices over the last 298 steps; 0 disables
-    tail_average: int = 250  # the same for value tables, and a second average of v, o and MLPs
+    tail_average: int = 250  # likewise for value tables and a second average of v, o and MLPs
     # Validation
     val_tokens: Positive[int] = 10_485_760  # from the start of the validation split
     val_every: int = 0  # steps between validations; 0 validates only at the end
@@ -1385,18 +1386,18 @@ class Config:
     # ---- The machine: speed and output ----
     devices: Machine[int] = 0  # 0 uses all; rows are split if there are more devices than rows
     kernels: Machine[str] = "auto"  # "auto", "plain" (none), or names such as "attend,blend"
-    sparse_cores: Machine[bool] = True  # TPUs: overlap communication, using SparseCores
+    sparse_cores: Machine[bool] = True  # on TPUs, overlap communication using SparseCores
     micro_tokens: Machine[Positive[int]] = 49_152  # tokens per micro-batch; longer rows are split
-    rows_at_once: Machine[Positive[int]] = 2**19  # n-gram rows per chunk of an update
+    rows_at_once: Machine[Positive[int]] = 2**19  # n-gram rows per update chunk
     recompute: Machine[bool] = False  # recompute layers in the backward pass to save memory
-    loss_chunk: Machine[Positive[int]] = 4800  # tokens per chunk of the loss
-    # Compute the loss without chunks; "auto" decides by device memory (with_whole_loss)
+    loss_chunk: Machine[Positive[int]] = 4800  # tokens per loss chunk
+    # Compute the loss without chunks; "auto" depends on device memory (with_whole_loss)
     whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
     prefetch: Machine[Positive[int]] = 4  # number of batches to prefetch
     checkpoint_every: Machine[int] = 0  # steps between checkpoints; 0 saves only at the end
     checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # "auto" means up to 10 GB
     keep_best: Machine[bool] = False  # also save the parameters with the lowest validation loss
-    log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal
+    log_every: Machine[Positive[int]] = 10  # steps between progress lines on the terminal
     log_norms: Machine[bool] = False  # log gradient norms per parameter (slower)
     sample_tokens: Machine[int] = 0  # length of the text sample at the end; 0 disables it
 
@@ -1416,7 +1417,7 @@ class Config:
         return self.kv_heads not in (0, self.heads)
 
     def layers_with(self, what: str) -> tuple[int, ...]:
-        """Indices of the layers whose field `what` is set, in the order of banks and tables."""
+        """Indices of the layers that set field `what`, in the order used by banks and tables."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
@@ -1441,13 +1442,13 @@ class Config:
 
     @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """First step of each stage, followed by the number of steps."""
+        """First step of each stage, followed by the total number of steps."""
         shares = np.cumsum([stage.share for stage in self.stages[:-1]])
         inner = np.round(shares * (self.steps - self.extension))
         return (0, *inner.astype(int).tolist(), self.steps)
 
     def tokens_after(self, step: int) -> int:
-        """Number of tokens in the first `step` steps."""
+        """Number of training tokens in the first `step` steps."""
         tokens = 0
         spans = itertools.pairwise(self.boundaries)
         for stage, (first, end) in zip(self.stages, spans, strict=True):
@@ -1458,9 +1459,9 @@ class Config:
 
 # fmt: off
 PRESETS = {
-    "plain": None,  # `tiny` with only the ideas in PLAIN_HAS; set below, after `override`
-    # A toy version of `speedrun`: a minute on two cores. It has one stage, because each batch shape
-    # takes several seconds to compile.
+    "plain": None,  # `tiny` with only the ideas in PLAIN_HAS; filled in after `override`
+    # A toy version of `speedrun` that takes a minute on two cores. It has only one stage, because
+    # each batch shape takes several seconds to compile.
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -1482,8 +1483,8 @@ PRESETS = {
         data="data/builtin", sample_tokens=80,
     ),
     "speedrun": Config(),
-    # `speedrun` with the copy pointer, in fewer steps: as in pull request 379, the stages are about
-    # 12 % shorter, except for 52 steps of the third stage and the 20 steps of the extension.
+    # `speedrun` with the copy pointer, in fewer steps. As in pull request 379, stages are shortened
+    # by about 12 %, except for 52 steps of the third stage and the 20 extension steps.
     "pointer": Config(
         preset="pointer", pointer_width=128, steps=1060,
         stages=tuple(
@@ -1500,37 +1501,37 @@ LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
 class Hyper(NamedTuple):
-    """Hyperparameters that can change every step, sent with each batch as float32. Rows, windows
-    and candidates are compiled into the programs instead."""
+    """Hyperparameters that can change every step, sent with each batch as float32. Row sizes,
+    windows and candidate counts are compiled into the programs instead."""
 
     lr: np.ndarray  # factor on all learning rates
     momentum: np.ndarray  # Nesterov momentum of `anvil`
-    adam_count: np.ndarray  # index of the Adam update, from 1
+    adam_count: np.ndarray  # Adam update count, starting at 1
     freqs: np.ndarray  # [2, rotating pairs] RoPE frequencies of short and long layers
     scales: np.ndarray  # [2] scale of q k^T in short and long layers
     loss_weights: np.ndarray  # [k] loss weights of the next token, the token after it, ...
-    # None if the idea is disabled:
+    # Fields that are None if their idea is disabled:
     fast_beta: np.ndarray | None = None  # beta of the fast average (two_rails)
     fast_weight: np.ndarray | None = None  # weight of the fast average (two_rails)
-    table_count: np.ndarray | None = None  # index of the table update, from 1
+    table_count: np.ndarray | None = None  # table update count, starting at 1
     prefix_weight: np.ndarray | None = None  # loss weight of the next token's prefix
     average_rates: np.ndarray | None = None  # [4] rates of AVERAGES; 0 leaves an average unchanged
     drop_seed: np.ndarray | None = None  # seed of ngram_dropout
 
 
 class Schedule(NamedTuple):
-    """Stage, batch shape, programs and hyperparameters of every step."""
+    """Stage, batch shape, programs and hyperparameters for every step."""
 
     stage: np.ndarray  # [steps] stage index
     candidates: np.ndarray  # [steps] size of the sampled softmax; 0: full vocabulary
-    programs: list[list[Gradients | Update]]  # [steps] program keys, in order
+    programs: list[list[Gradients | Update]]  # [steps] keys of the programs to run, in order
     hyper: Hyper  # arrays [steps, ...], not yet rounded to float32
 
 
 class Gradients(NamedTuple):
     """Key of a program that computes gradients; str(key) is its name, e.g. grads0."""
 
-    number: int  # in the order of first use
+    number: int  # index in order of first use
     stage: int
     candidates: int  # size of the sampled softmax; 0: full vocabulary
 
@@ -1544,7 +1545,7 @@ class Update(NamedTuple):
     kind: str  # updates the parameters with this ParamSpec.updated_by
     steps: int  # number of accumulated steps
     tied: bool = False  # for adam: head and embedding are tied
-    stages: tuple[int, ...] = ()  # for tables: stage of each step, which affects shapes
+    stages: tuple[int, ...] = ()  # for tables: the stage of each step, which determines shapes
 
     def __str__(self) -> str:
         tied = "_tied" if self.tied else ""
@@ -1553,7 +1554,7 @@ class Update(NamedTuple):
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
-    """Compute the Schedule for all steps of a run."""
+    """Compute the Schedule of a run."""
     stage, _, _ = steps_in_stages(cfg)
     sampled = in_parts(cfg, "candidates")
     shapes = list(zip(stage.tolist(), sampled.tolist(), strict=True))
@@ -1561,7 +1562,7 @@ def schedule(cfg: Config) -> Schedule:
 
 
 def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
-    """Return the program keys of each step, in order: Gradients, then Updates. `shapes` holds
+    """For each step, return its program keys in order: Gradients, then Updates. `shapes` holds
     (stage, candidates) for each step; equal shapes share a program."""
     adam_due, tables = updates_due(cfg)
     last_tied = -1
@@ -1582,8 +1583,8 @@ def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
 
 
 def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """For each step, return (whether an Adam update is due, number of steps to sum in a table
-    update, 0 if none is due). Both have shape [steps]."""
+    """For each step, return (whether an Adam update is due, number of steps summed by a table
+    update or 0 if none is due), each [steps]."""
     step = np.arange(cfg.steps)
     adam_due = (step + 1) % cfg.adam_every == 0
     tables = np.zeros_like(step)
@@ -1593,13 +1594,13 @@ def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hyper_at(cfg: Config, step: int) -> Hyper:
-    """Return the Hyper of a step, rounded to float32."""
+    """Return a step's Hyper, rounded to float32."""
     columns = schedule(cfg).hyper
     return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
 
 
 def hyper_of_steps(cfg: Config) -> Hyper:
-    """Return a Hyper of arrays [steps, ...], not yet rounded to float32."""
+    """Return a Hyper with arrays [steps, ...], not yet rounded to float32."""
     step = np.arange(cfg.steps)
     freqs, scales = rotation(cfg)
     hyper = Hyper(
@@ -1615,8 +1616,8 @@ def hyper_of_steps(cfg: Config) -> Hyper:
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the learning-rate factor of each step: lr_factor, then linear decay to lr_floor.
-    Averaging the last weights makes up for the high final rate."""
+    """Return each step's learning-rate factor: lr_factor, then linear decay to lr_floor. The final
+    rate can be high because the last weights are averaged."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the cooldown
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
@@ -1628,7 +1629,7 @@ def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the momentum of each step, with linear warmup and cooldown. Early gradients change
+    """Return each step's momentum, with linear warmup and cooldown. Early gradients change
     direction too quickly for a long average."""
     low, high = cfg.momentum
     risen = np.minimum(step / cfg.momentum_warmup, 1)
@@ -1657,7 +1658,7 @@ def steps_in_stages(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def in_parts(cfg: Config, name: str) -> np.ndarray:
-    """Return the entry of Stage.`name` for each step. Entries cover equal parts of a stage."""
+    """Return the stage field `name` at each step. Entries cover equal parts of a stage."""
     entries = []
     for stage, number, length in zip(*steps_in_stages(cfg), strict=True):
         of_stage = getattr(cfg.stages[stage], name)
@@ -1670,7 +1671,7 @@ def in_parts(cfg: Config, name: str) -> np.ndarray:
 
 class Targets(NamedTuple):
     """Prediction targets of a batch, int32. With a sampled softmax, targets and prefixes are
-    positions in the row's candidates; otherwise they are token ids."""
+    indices into the row's candidates; otherwise they are token ids."""
 
     candidates: np.ndarray  # [b, candidates] sorted ids; [b, 0] for the full vocabulary
     ids: np.ndarray  # [b, t] next tokens; -1 in padding rows of a validation batch
@@ -1682,12 +1683,12 @@ class Rows(NamedTuple):
 
     tokens: jax.Array  # uint16 [b, t + 1]: inputs and the last target
     hashed: jax.Array | None  # uint16 [b, t]: ids for n-gram hashing; None without n-grams
-    slots: jax.Array | None  # int32 [b, 2, t]: n-gram positions in the fetched rows (`request`)
+    slots: jax.Array | None  # int32 [b, 2, t]: n-gram indices into the fetched rows (`request`)
     targets: Targets
 
 
 class Batch(NamedTuple):
-    """Inputs to a step, other than the training state."""
+    """Inputs to a step other than the training state."""
 
     rows: Rows
     requests: jax.Array | None  # int32 [devices, devices, size]: n-gram rows to fetch (`request`)
@@ -1698,14 +1699,14 @@ class LoaderState(NamedTuple):
     """The run's position in the training data, saved in checkpoints."""
 
     cursor: int  # position in the token stream
-    offsets: tuple[int, ...]  # for each row of this process, where it samples candidates next
+    offsets: tuple[int, ...]  # next offset into the candidate walk, for each local row
 
 
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield (Batch, LoaderState after it) for each step from `step` on. Vocabulary tables are built
-    here so that the clock includes them."""
+    """Yield (Batch, LoaderState after it) for each step, starting at `step`. Vocabulary tables are
+    built here so that the clock includes them."""
     vocab = None
     if cfg.has_aux_targets or cfg.ngram_rows:  # "Multi-token prediction", "Hashed n-gram table"
         vocab = vocabulary(cfg, words)
@@ -1754,7 +1755,7 @@ def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, 
 
 
 def batch_of(cfg: Config, mesh: Mesh, step: int, vocab, tokens, targets) -> Batch:
-    """Return a validation Batch for the model after `step` steps. Padding has targets of -1."""
+    """Return a validation Batch for the model after `step` steps. Padding targets are -1."""
     last_step = max(step - 1, 0)  # use the RoPE frequencies of the last training step
     return put_batch(cfg, mesh, last_step, vocab, tokens, next_tokens(targets))
 
@@ -1769,13 +1770,13 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 # ================================================================================================
 
 # Each section implements one or more related ideas. Parentheses give the record that introduced an
-# idea, its savings as measured by upstream, and its switch (`--set without=NAME`). M is millions of
-# training tokens; s is seconds out of record 92's 39.9 s on eight H100s. Ideas without a section
-# are explained in IDEAS.
+# idea, the savings that upstream measured, and the switch (`--set without=NAME`). M means million
+# training tokens; s means seconds, out of record 92's 39.9 s on eight H100s. Ideas without a
+# section are explained in IDEAS.
 
 # ---- The switches -------------------------------------------------------------------------------
 
-# Idea -> settings that disable it (`--set without=NAME,...`).
+# The settings that disable each idea (`--set without=NAME,...`).
 IDEAS = {
     "muon": "muon=0",  # orthogonalized matrix updates (anvil)
     "squared_relu": "squared_relu=0",  # ReLU^2 instead of GELU (mlp)
@@ -1824,14 +1825,14 @@ PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # with
 
 # ---- Table updates, and tied embeddings ---------------------------------------------------------
 
-# Each batch uses a table row only a few times, so row gradients are noisy. Tables therefore
-# accumulate gradients over two steps, later over four, and Adam over two (records 39, 92: 22 M;
-# without=seldom). Head and embedding are tied until late in training (records 51, 53;
+# Each batch uses a table row only a few times, so its gradients are noisy. Table updates therefore
+# accumulate gradients over two (later four) steps, and other Adam updates over two (records 39, 92:
+# 22 M; without=seldom). The head and embedding are tied until late in training (records 51, 53;
 # without=tied).
 
 
 def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return how many steps the table update at each step accumulates, or 0 for no update."""
+    """For each step, return how many steps its table update accumulates (0 for no update)."""
     often, seldom = cfg.table_every
     has_changed = step >= cfg.table_change
     interval = np.where(has_changed, seldom, often)
@@ -1841,8 +1842,8 @@ def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def last_tied_step(cfg: Config) -> int:
-    """Return the last step with tied head and embedding (1175 in the record). It ends with an Adam
-    update, so tied and untied gradients are not mixed."""
+    """Return the last step with tied head and embedding (1175 in the record). That step ends with
+    an Adam update, so that tied and untied gradients never mix."""
     step = round(cfg.tied * (cfg.steps - cfg.extension))
     while (step + 1) % cfg.adam_every:
         step += 1
@@ -1850,7 +1851,7 @@ def last_tied_step(cfg: Config) -> int:
 
 
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """Run update_step with tied head and embedding, on the sum of their gradients."""
+    """Run update_step with tied head and embedding, summing their gradients."""
     due = dict(due)
     due["head"] = due["head"] + due.pop("embed")  # concatenates two tuples of gradients
     state, copies, norms = update_step(cfg, kernels, state, due, hyper)
@@ -1859,7 +1860,7 @@ def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
 
 
 def tie(state):
-    """Return the training state with the head's arrays used for the embedding as well."""
+    """Return the training state with the embedding's arrays replaced by the head's."""
     tied = {}
     for kind, arrays in state.items():
         tied[kind] = dict(arrays)
@@ -1871,20 +1872,20 @@ def tie(state):
 # ---- RoPE frequencies that follow the windows ---------------------------------------------------
 
 # Attention windows start short to make early steps cheap, and grow at each stage (records 13, 20,
-# 31: 65 M; without=windows). For a larger window, YaRN (Peng et al. 2023) lowers the low rotation
-# frequencies, so that angles stay in the learned range, and raises the scale of q k^T, so that
-# attention stays sharp.
+# 31: 65 M; without=windows). When a window grows, YaRN (Peng et al. 2023) lowers the low rotation
+# frequencies to keep angles in the learned range, and raises the scale of q k^T to keep attention
+# sharp.
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return, for each stage, the rotation frequencies (float32 [2, pairs]) and q k^T scales [2] of
+    """For each stage, return the rotation frequencies (float32 [2, pairs]) and q k^T scales [2] of
     short and long layers."""
     rotations = [rotation(cfg)]
     for before, after in itertools.pairwise(cfg.stages):
         freqs, scales = (x.copy() for x in rotations[-1])
         for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
             freqs[i] = stretched(freqs[i], old, new)
-            # YaRN scales both q and k by 1 + 0.1 log(new / old). Upstream scales q k^T, with 0.2.
+            # YaRN scales q and k each by 1 + 0.1 log(new / old); upstream scales q k^T, with 0.2.
             scales[i] *= 1 + 0.2 * math.log(new / old)
         rotations.append((freqs, scales))
     return rotations
@@ -1892,8 +1893,8 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
     """Return rotation frequencies (float32) for a window that grows from `old` to `new` tokens. As
-    in YaRN, pairs with up to 1 rotation per old window slow down by old / new, pairs with 32 or
-    more do not change, and others are interpolated."""
+    in YaRN, pairs with at most 1 rotation per old window slow down by old / new, pairs with at
+    least 32 are unchanged, and the rest are interpolated."""
     turns = old * freqs / np.float32(2 * math.pi)
     kept = np.clip((turns - 1) / (32 - 1), 0, 1)
     slower = old / new
@@ -1910,13 +1911,13 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
 class Average(NamedTuple):
     """A weight average and its parameters."""
 
-    length: str  # name of the setting that holds the number of steps
+    length: str  # name of the setting for the number of steps
     updated_by: str  # ParamSpec.updated_by of its parameters
-    shares: dict[str, float]  # parameter -> fraction of the way to its average
+    shares: dict[str, float]  # parameter -> fraction to move it towards its average
     rescaled: bool = True  # restore each parameter's norm
 
 
-# Parameters move in this order. The shares are upstream's.
+# Parameters are moved in this order. The shares are from upstream.
 TO_BANK_EMA = 0.55 - 0.2007
 AVERAGES = {
     "ema": Average("tail", "adam", {"head": 0.65, "embed": 0.65}),
@@ -1928,7 +1929,7 @@ AVERAGES = {
         {"qk_bank": 0.55, "vo_bank": TO_BANK_EMA, "v_bank": TO_BANK_EMA, "mlp_bank": TO_BANK_EMA},
     ),
 }
-AVERAGE_EVERY = 4  # steps between updates of a matrix average
+AVERAGE_EVERY = 4  # steps between matrix average updates
 AVERAGE_MEMORY = 0.212  # horizon of `average` and value_average, relative to tail_average
 
 
@@ -1949,16 +1950,16 @@ def with_averages(cfg: Config, table: dict[str, ParamSpec]) -> dict[str, ParamSp
 
 def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
     """Return rates [steps, 4] for AVERAGES: average += rate * (weight - average) after each step.
-    The first nonzero rate is 1, to initialize the average."""
+    The first nonzero rate is 1, which initializes the average."""
     left = cfg.steps - 1 - np.arange(cfg.steps)
     in_average = left < cfg.tail_average
     is_fourth = left % AVERAGE_EVERY == 0
-    # `ema` starts with the weights at the first step of the tail, which an Adam step before it may
-    # have updated last.
+    # `ema` starts from the weights used in the first step of the tail. Their last Adam update may
+    # come before the tail.
     ema_due = adam_due & (left + 1 < cfg.tail + cfg.adam_every)
     # Upstream also updates bank_ema at the second-to-last step, probably by accident.
     bank_due = (left < cfg.tail) & (is_fourth | (left == 1))
-    # Merge the n updates until the next Adam step into one: 1 - (1 - rate)^n.
+    # Merge the n per-step updates until the next Adam step into one: 1 - (1 - rate)^n.
     n = np.minimum(cfg.adam_every, left + 1)
     memory = AVERAGE_MEMORY * max(cfg.tail_average, 1)
     average_rate = min(AVERAGE_EVERY / memory, 1)
@@ -1974,8 +1975,8 @@ def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
 
 
 def follow(state, name: str, spec: ParamSpec, hyper: Hyper):
-    """Update the averages of a parameter in `state`, in place. This runs even while rates are 0, so
-    that all steps share one compiled program."""
+    """Update a parameter's averages in `state`, in place. This runs even while rates are 0, so that
+    all steps share one compiled program."""
     kinds = list(AVERAGES)
     for kind, _ in spec.averages:
         rate = hyper.average_rates[kinds.index(kind)]
@@ -1985,9 +1986,9 @@ def follow(state, name: str, spec: ParamSpec, hyper: Hyper):
 
 
 def move_to_averages(cfg: Config, state) -> dict:
-    """Return the weights to validate: the last weights moved towards their averages. Averaging
-    shrinks norms, which would change logits and the residual stream, so `rescaled` parameters keep
-    their norm."""
+    """Return the final weights: the last weights, moved towards their averages. Averaging shrinks
+    norms, which changes logits and the residual stream, so `rescaled` parameters are scaled back to
+    their old norm."""
 
     def length(x):
         square = lax.psum(jnp.sum(jnp.square(x)), AXIS)
@@ -2010,15 +2011,15 @@ def move_to_averages(cfg: Config, state) -> dict:
 
 # ---- Multi-token prediction and sampled softmax -------------------------------------------------
 
-# Early in training the model also predicts later tokens (record 53: 21 M, including untied head and
-# embedding; without=ahead) and the next token's longest prefix, such as "interact" for
-# "interaction" (record 88: 4 M; without=prefix). The softmax of each row covers its targets and a
-# sample of other ids instead of all 50,304 ids (record 92: 8.4 s; without=candidates).
+# Early in training, the model also predicts later tokens (record 53: 21 M, including the savings
+# from untying; without=ahead) and the next token's longest prefix, such as "interact" for
+# "interaction" (record 88: 4 M; without=prefix). Each row's softmax covers its targets plus a
+# sample of other ids, instead of all 50,304 ids (record 92: 8.4 s; without=candidates).
 
 
 def loss_weights(cfg: Config) -> np.ndarray:
     """Return loss weights [steps, k] for the next k tokens, interpolated within each stage and
-    padded with 0."""
+    zero-padded."""
     most = max(len(stage.loss_weights) for stage in cfg.stages)
 
     def padded(weights):
@@ -2036,7 +2037,7 @@ class Vocabulary(NamedTuple):
     """Tables indexed by token id."""
 
     prefix_v: np.ndarray  # int32, longest proper prefix that is also a token; -1 if none
-    hashed_v: np.ndarray  # uint16, id that n-gram hashes use for the token
+    hashed_v: np.ndarray  # uint16, id used in n-gram hashes
 
 
 def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
@@ -2062,7 +2063,8 @@ def prefix_table(words: list[bytes], vocab_size: int) -> np.ndarray:
 
 
 def batch_targets(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Targets, tuple]:
-    """Apply row_targets to each row of [b, t+1]. Return (stacked Targets, next offset per row)."""
+    """Apply row_targets to each row of `tokens` [b, t+1]. Return (stacked Targets, next offset per
+    row)."""
     pairs = zip(tokens, offsets, strict=True)
     results = [row_targets(row, offset, count, prefix_v, required) for row, offset in pairs]
     rows, next_offsets = zip(*results, strict=True)
@@ -2078,20 +2080,20 @@ def row_targets(row, offset: int, count: int, prefix_v, required=()) -> tuple[Ta
         return Targets(np.empty(0, np.int32), targets_t, prefixes_t), offset
     included = np.append(targets_t, np.array(required, np.int32))
     ids, offset = candidates(included, offset, count, len(prefix_v))
-    # Index of each id among the candidates, or -1. The extra last entry is for prefixes of -1.
+    # Index of each id among the candidates, or -1. The extra last entry is for missing prefixes.
     place_v = np.full(len(prefix_v) + 1, -1, np.int32)
     place_v[ids] = np.arange(count)
     return Targets(ids.astype(np.int32), place_v[targets_t], place_v[prefixes_t]), offset
 
 
-STRIDE = 20011  # coprime to the vocabulary size, to visit every id
+STRIDE = 20011  # coprime to the vocabulary size, so that walks visit every id
 
 
 def candidates(included, offset: int, count: int, vocab_size: int):
-    """Return (`count` sorted ids, next offset) for the sampled softmax: the `included` ids and a
-    cyclic walk through the vocabulary, from `offset` in steps of STRIDE. The sampled loss is too
-    low, so it jumps when the last stages use the full vocabulary. Raise UserError if `included` has
-    more than `count` distinct ids."""
+    """Return (`count` sorted ids, next offset) for the sampled softmax: the `included` ids plus ids
+    from a cyclic walk through the vocabulary, from `offset` in steps of STRIDE. Sampling makes the
+    loss too low, so it jumps when the last stages switch to the full vocabulary. Raise UserError if
+    `included` has more than `count` distinct ids."""
     is_chosen = np.zeros(vocab_size, bool)
     is_chosen[included] = True
     different = np.count_nonzero(is_chosen)
@@ -2102,7 +2104,7 @@ def candidates(included, offset: int, count: int, vocab_size: int):
         draw = min(vocab_size, int(missing * 1.7) + 256)  # enough if at most 40% are already chosen
         walk = np.arange(offset, offset + draw) * STRIDE % vocab_size
         others = walk[~is_chosen[walk]]
-        if len(others) < missing:  # rare: sample the rest evenly
+        if len(others) < missing:  # rare: pick evenly spaced ids instead
             free = np.flatnonzero(~is_chosen)
             others = free[:: max(1, len(free) // missing)]
         is_chosen[others[:missing]] = True
@@ -2116,22 +2118,22 @@ def candidates(included, offset: int, count: int, vocab_size: int):
 # et al. 2016; without=pointer):
 #     1. the softmax gives probability a to an extra id, `<copy>` (real_tokens, the first unused id)
 #     2. attention on the final hidden states splits a between earlier tokens and a learned sink key
-#     3. the sink's share returns to the other ids of the softmax
+#     3. the sink's share goes back to the other ids of the softmax
 # Only the next-token loss uses this mixture.
 
 
 class PointerQueries(NamedTuple):
-    """Queries of the pointer, with leading axes [b, t] or [t]."""
+    """Pointer queries, with leading axes [b, t] or [t]."""
 
     q: jax.Array  # [..., h], normalized and scaled
-    sink: jax.Array  # float32, score of the sink
+    sink: jax.Array  # float32, sink score
     next_token: jax.Array  # int32, the token to point at
     segment: jax.Array  # int32 segment id; -1 for padding
     position: jax.Array  # int32 position in the row
 
 
 class PointerKeys(NamedTuple):
-    """Keys of the pointer, with leading axes [b, t] or [s]."""
+    """Pointer keys, with leading axes [b, t] or [s]."""
 
     k: jax.Array  # [..., h], normalized
     token: jax.Array  # int32, the token at this position
@@ -2165,14 +2167,14 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
     return x_btd, targets, weights, pointer_probs(model, rows, x_btd)
 
 
-# The scores of 2048 queries probably do not fit into TPU v6e VMEM.
+# Scores for 2048 queries probably do not fit in TPU v6e VMEM.
 QUERIES_AT_ONCE = 1024
 
 
 def pointer_probs(model: Model, rows: Rows, x_btd):
-    """Return the probabilities that the pointer gives to the next token (all earlier occurrences)
-    and to the sink, float32 [b, t, 2]. A token sees earlier tokens of its segment, in its own block
-    of pointer_reach tokens and in the previous block."""
+    """Return the pointer's probabilities for the next token (summed over earlier occurrences) and
+    for the sink, float32 [b, t, 2]. Tokens attend to earlier tokens in the same segment, within
+    their own block of pointer_reach tokens and the previous block."""
     b, t, _ = x_btd.shape
     training_reach, validation_reach = model.cfg.pointer_reach
     size = min(t, training_reach if model.stage else validation_reach)
@@ -2187,7 +2189,7 @@ def pointer_probs(model: Model, rows: Rows, x_btd):
         parts = []
         for start in range(0, size, QUERIES_AT_ONCE):
             stop = min(start + QUERIES_AT_ONCE, size)
-            earlier_keys = cut(keys, 0, past + stop)  # later keys are masked
+            earlier_keys = cut(keys, 0, past + stop)  # later keys are masked anyway
             parts.append(point(cut(queries, start, stop), earlier_keys))
         return jnp.concatenate(parts)
 
@@ -2199,8 +2201,8 @@ def pointer_probs(model: Model, rows: Rows, x_btd):
 
 
 def is_reduction(primitive, *_, **__) -> bool:
-    """Return True for sums and maxima, so that jax.checkpoint recomputes the scores [t, s] (up to
-    0.8 GB for a row of 49,152 tokens)."""
+    """Checkpoint policy: save sums and maxima, and recompute the scores [t, s] (up to 0.8 GB for a
+    row of 49,152 tokens)."""
     return primitive.name in ("reduce_sum", "reduce_max")
 
 
@@ -2223,7 +2225,7 @@ def token_blocks(x, size: int, past: int = 0):
 
 
 def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, PointerKeys]:
-    """Return all queries and keys, from the final hidden states [b, t, d]. The authors report that
+    """Compute all queries and keys from the final hidden states [b, t, d]. The authors report that
     scores blew up without norms."""
     cfg, params = model.cfg, model.params
     w_qk = params["pointer_qk"].astype(x_btd.dtype).reshape(-1, cfg.width)
@@ -2255,7 +2257,7 @@ def point(queries: PointerQueries, keys: PointerKeys):
 
 
 def pointer_scores(queries: PointerQueries, keys: PointerKeys):
-    """Return scores, float32 [t, s]; -inf unless the key is earlier in the same segment."""
+    """Return float32 scores [t, s], or -inf unless the key is earlier in the same segment."""
     scores_ts = scores_product(queries.q, keys.k)
     in_segment_ts = queries.segment[:, None] == keys.segment[None]
     is_earlier_ts = queries.position[:, None] > keys.position[None]
@@ -2275,12 +2277,11 @@ def scores_product(q, k):
 
 
 def mix_pointed(losses, pointed):
-    """Return losses [t, targets], with the next-token loss replaced by the loss of the mixture.
+    """Return losses [t, targets], with the next-token loss replaced by the loss under the mixture.
 
-    `losses` come from the softmax. The first entry is for the next token (probability p), the last
-    for `<copy>` (probability a).
-    `pointed` [t, 2] is pointer_probs (next, sink). In the mixture, the next token has the
-    probability
+    `losses` come from the softmax. The first is for the next token (probability p), the last for
+    `<copy>` (probability a). `pointed` [t, 2] holds pointer_probs (next, sink). In the mixture, the
+    next token has probability
         p / (1 - a) * (1 - a + a sink)  +  a next   =   p (1 + a sink / (1 - a)) + a next
     where p / (1 - a) is the softmax without `<copy>`."""
     next_t = pointed[:, 0]
@@ -2296,14 +2297,14 @@ def mix_pointed(losses, pointed):
 
 # ---- Hashed n-gram table ------------------------------------------------------------------------
 
-# Each token gets a vector for its bigram and one for its trigram, from a hashed table of 42 million
-# rows (records 62, 92: 7.1 s; without=ngrams). Random signs distinguish n-grams that share a row
-# (record 83: 8 M; without=signs). Hashes ignore case and accents (pull request 375: 15 steps;
+# Each token looks up one vector for its bigram and one for its trigram in a hash table with 42
+# million rows (records 62, 92: 7.1 s; without=ngrams). Random signs distinguish n-grams that share
+# a row (record 83: 8 M; without=signs). Hashes ignore case and accents (pull request 375: 15 steps;
 # without=normalised).
 #
-# For each device, the loader lists the distinct rows it needs, grouped by owner, i.e. the device
-# that stores them (device_request). A step exchanges these requests and the rows (fetch_requests).
-# Owners sum the gradients of each row (sum_requests) and update it (adam_rows).
+# For each device, the loader lists the distinct rows that the device needs, grouped by owner, i.e.
+# the device that stores them (device_request). Each step exchanges requests, then rows
+# (fetch_requests). Owners sum each row's gradients (sum_requests) and update the row (adam_rows).
 
 
 def ngram_params(cfg: Config) -> dict[str, ParamSpec]:
@@ -2314,8 +2315,8 @@ def ngram_params(cfg: Config) -> dict[str, ParamSpec]:
 
 
 def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
-    """Return uint16 [v]: the smallest id with the same normal form, or the id itself if it has
-    none. This merges GPT-2's 50,257 ids into 32,980, so fewer n-grams collide."""
+    """Map each id to the smallest id with the same normal form, or to itself if it has none (uint16
+    [v]). This merges GPT-2's 50,257 ids into 32,980, so fewer n-grams collide."""
     table = np.arange(vocab_size).astype(np.uint16)
     first = {}
     for i, word in enumerate(words):
@@ -2326,8 +2327,8 @@ def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
 
 
 def normal_form(word: bytes) -> str:
-    """Return a word in lower case, without accents, letter variants and surrounding white space.
-    White space becomes " ", and invalid UTF-8 becomes ""."""
+    """Lowercase a word; strip accents, letter variants and surrounding whitespace. Pure whitespace
+    becomes " ", and invalid UTF-8 becomes ""."""
     try:
         text = word.decode()
     except UnicodeDecodeError:  # part of a multi-byte character
@@ -2339,7 +2340,7 @@ def normal_form(word: bytes) -> str:
 
 
 def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, all_targets: Targets):
-    """Return (Rows, requests) with n-grams for this process's rows, as numpy arrays."""
+    """Return (Rows with n-grams, requests) for this process, as numpy arrays."""
     hashed = by_id.hashed_v[tokens[:, :-1]]
     mine = len(mesh.local_devices)
     requests, slots = request(cfg, hashed, mesh.size, mine)
@@ -2362,7 +2363,7 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
     """Return int32 (requests [devices, size], slots [b, 2, t]) for a device's rows `hashed` [b, t].
 
     requests[k] lists the distinct rows needed from owner k, as indices into its shard, padded with
-    the shard's length. slots has the index of each token's bigram and trigram row among the
+    the shard's length. slots holds each token's bigram and trigram row as an index into the
     returned rows, `size` from each owner. N-grams that do not fit are dropped: they get slot 0, the
     row for trigrams without enough history.
 
@@ -2395,9 +2396,9 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
 
 
 def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
-    """Return int32 [2, b, t]: hashes of each token's bigram and trigram, in the first and second
-    half of `rows` (records 62, 92). The last number of each half means not enough history. As in
-    upstream (a bug), the bigram of a row's second token uses `last` instead of the first token."""
+    """Return each token's bigram and trigram hash, int32 [2, b, t], in the first and second half of
+    `rows` (records 62, 92). The last value in each half means not enough history. To match an
+    upstream bug, the bigram of a row's second token uses `last` instead of the first token."""
     x2_bt, x1_bt, x_bt = last_tokens(np, x_bt)
     position = np.arange(x_bt.shape[1])[None]
     half = rows // 2
@@ -2411,8 +2412,8 @@ def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
 
 
 def last_tokens(xp, x_bt) -> tuple:
-    """Return three int32 arrays [b, t]: the token two before, the token before, and the token
-    itself, or 0 before the row. `xp` is numpy or jax.numpy."""
+    """Return (token two back, previous token, token) at each position, int32 [b, t], with 0 before
+    the row starts. `xp` is numpy or jax.numpy."""
     x_bt = x_bt.astype(xp.int32)
     padded = xp.pad(x_bt, [(0, 0), (2, 0)])
     x1_bt = padded[:, 1:-1]
@@ -2421,7 +2422,7 @@ def last_tokens(xp, x_bt) -> tuple:
 
 
 def hash_tokens(tokens: tuple, multipliers: tuple[int, ...]):
-    """Return the XOR of tokens times upstream's multipliers, as wrapping int32 products."""
+    """Multiply tokens by upstream's multipliers and XOR the products, with int32 wraparound."""
     hashed = multipliers[0] * tokens[0]
     for x_bt, multiplier in zip(tokens[1:], multipliers[1:], strict=True):
         hashed = hashed ^ (multiplier * x_bt)
@@ -2430,16 +2431,16 @@ def hash_tokens(tokens: tuple, multipliers: tuple[int, ...]):
 
 def spread(ids: np.ndarray, rows: int) -> np.ndarray:
     """Return the table row of each hash in `ids`, int64; 0 for trigrams without enough history.
-    Hashes of small ids are uneven, because products do not wrap around. Multiplying by a prime
-    spreads them over the owners (Knuth 1973)."""
+    Hashes of small ids are unevenly distributed, because the products do not wrap around.
+    Multiplying by a prime spreads them over the owners (Knuth 1973)."""
     prime = 2_654_435_761  # 2**32 / golden ratio; larger than any table
     return (rows - 1 - ids.astype(np.int64)) * prime % rows
 
 
 def capacity(batch_tokens: int, devices: int) -> int:
     """Return how many n-gram rows a device can request from each owner per step. t tokens of
-    English text have up to 2t (1300 / t)^0.06 distinct n-grams (measured: records/NOTES.md). Owners
-    get equal shares, with a margin of five standard deviations."""
+    English text contain up to 2t (1300 / t)^0.06 distinct n-grams (measured in records/NOTES.md).
+    Owners get equal shares, with a margin of five standard deviations."""
     tokens = batch_tokens // devices
     distinct = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06)
     mean = distinct / devices
@@ -2448,7 +2449,7 @@ def capacity(batch_tokens: int, devices: int) -> int:
 
 
 def sign_pool(cfg: Config, seed):
-    """Return random n-gram signs, int8 [sign_rows, d], which are not trained."""
+    """Return random n-gram signs, int8 [sign_rows, d]. They are not trained."""
     # 92 is arbitrary. init_state folds hashes of names into the same key.
     key = jax.random.fold_in(jax.random.key(seed), 92)
     return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
@@ -2465,7 +2466,7 @@ def ngram_vectors(model: Model, looked_up: dict, rows: Rows):
 def signed_sum(signs, ngrams, hashed_bt):
     """Return n-gram vectors [b, t, d]: the signed sum of each token's rows `ngrams` [b, 2, t, d].
     `signs` is sign_pool or None."""
-    # With indexing, XLA would pad the gradient of each half to full size.
+    # Don't index instead: XLA would pad each half's gradient to full size.
     bigrams, trigrams = jnp.split(ngrams, 2, axis=1)
     bigrams_btd = bigrams[:, 0]
     trigrams_btd = trigrams[:, 0]
@@ -2478,7 +2479,7 @@ def signed_sum(signs, ngrams, hashed_bt):
 
 
 def sign_ids(x_bt, rows: int):
-    """Return rows of sign_pool for each token's bigram and trigram, int32 [2, b, t]; 0 without
+    """Return the sign_pool rows for each token's bigram and trigram, int32 [2, b, t]; 0 without
     enough history. `rows` is a power of two. The multipliers differ from ngram_hashes, so n-grams
     that share a table row rarely share signs (record 83)."""
     x2_bt, x1_bt, x_bt = last_tokens(jnp, x_bt)
@@ -2491,7 +2492,7 @@ def sign_ids(x_bt, rows: int):
 
 
 def ngram_dropout(model: Model, ngrams, tokens):
-    """Return `ngrams` [b, 2, t, d] with dropout at rate cfg.ngram_drop, against memorization over
+    """Apply dropout at rate cfg.ngram_drop to `ngrams` [b, 2, t, d], to limit memorization over
     several epochs. The mask depends on the step and each row's `tokens` [t + 1], not on the number
     of devices."""
     kept = 1 - model.cfg.ngram_drop
@@ -2511,8 +2512,8 @@ def exchange(x):
 
 
 def fetch_requests(table, batch: Batch) -> tuple:
-    """Exchange requests and rows of `table`, this device's shard. Return (requests received
-    [devices, size], {NGRAMS: rows received [devices * size, d]})."""
+    """Exchange requests, then the requested rows. `table` is this device's shard. Return (requests
+    received [devices, size], {NGRAMS: rows received [devices * size, d]})."""
     requested = exchange(batch.requests[0])
     rows = table.at[requested].get(mode="clip")  # padding is clipped to the last row
     rows = exchange(rows).reshape(-1, table.shape[1])
@@ -2521,8 +2522,8 @@ def fetch_requests(table, batch: Batch) -> tuple:
 
 def send_to_owners(requested, grads, numbers) -> tuple:
     """Send the gradients of fetched rows to their owners. Return (`numbers`, (ids, gradients)
-    received). The barrier delays the exchange until `numbers` are computed, so that the loss is not
-    delayed."""
+    received). The barrier makes the exchange wait for `numbers`, so that the exchange does not
+    delay the loss."""
     grads = grads.reshape(*requested.shape, -1)
     numbers, grads = lax.optimization_barrier((numbers, grads))
     return numbers, (requested, exchange(grads))
@@ -2537,8 +2538,8 @@ def dropped_ngrams(slots):
 
 def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows: Callable):
     """Take one Adam step on this device's shard of the table. Return (table, mean square of each
-    row, sum of squared gradients). `waiting` has the requested rows [devices, n] and gradients
-    [devices, n, d] of each step since the last update."""
+    row, sum of squared gradients). `waiting` holds (requested rows [devices, n], gradients
+    [devices, n, d]) for each step since the last update."""
     requested, grads = zip(*waiting, strict=True)
     ids = jnp.concatenate([x.reshape(-1) for x in requested])
     grads = [x.reshape(-1, x.shape[-1]) for x in grads]
@@ -2555,20 +2556,20 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
 
 
 def update_part(rates: AdamRates, add_rows: Callable, so_far: tuple, ids, grads, count):
-    """Update the rows of the first `count` sorted `ids` [r], with gradients [r, d]. `so_far` and
-    the result are as in update_rows. Only update_in_parts passes count < r."""
+    """Update the rows for the first `count` of the sorted `ids` [r], with gradients [r, d].
+    `so_far` and the result are as in update_rows. Only update_in_parts passes count < r."""
     table, square, total = so_far
     rows = len(table)
     ids, sums = sum_requests(ids, grads, count, rows, add_rows)
     table, square = adam_rows(table, square, ids, sums, rates)
-    sums = jnp.where(ids[:, None] < rows, sums, 0)  # zero for other parts
+    sums = jnp.where(ids[:, None] < rows, sums, 0)  # ignore padding and other parts
     return table, square, total + jnp.sum(sums * sums)
 
 
 def sum_requests(ids, grads, count, rows: int, add_rows: Callable):
-    """Sum the gradients [r, d] of equal ids in the sorted `ids` [r]. Return (distinct ids [r], sums
-    float32 [r, d]). Ids after the first `count` are ignored. Padding ids, from `rows` on, are
-    distinct, because adam_rows promises XLA unique ids: 3 3 7 gives 3, 7, rows + 2."""
+    """Sum the gradients [r, d] of duplicate ids in the sorted `ids` [r]. Return (distinct ids [r],
+    sums float32 [r, d]). Ids after the first `count` are ignored. Padding ids start at `rows` and
+    are also distinct, because adam_rows promises XLA unique ids: 3 3 7 becomes 3, 7, rows + 2."""
     places = jnp.arange(len(ids))
     is_new = jnp.diff(ids, prepend=-1) != 0
     group = jnp.cumsum(is_new) - 1  # index among the distinct ids
@@ -2582,10 +2583,10 @@ def sum_requests(ids, grads, count, rows: int, add_rows: Callable):
 def adam_rows(table, square, ids, grad, rates: AdamRates):
     """Take one Adam step on the requested rows. Return (table, mean square of each row).
 
-    Adam keeps no first moment here, and only one second moment per row (record 92): two moments
-    per element would take 260 GB. `ids` int32 [r] are distinct rows of this shard; len(table) or
-    more is padding. `grad` [r, d] are the summed gradients. Mean squares have already decayed.
-    Changes are added because a v6e's SparseCores cannot assign."""
+    To save memory, there is no first moment and only one second moment per row (record 92); two
+    moments per element would take 260 GB. `ids` int32 [r] are distinct rows of this shard; ids >=
+    len(table) are padding. `grad` [r, d] holds the summed gradients. `square` is already decayed.
+    Rows are updated by scatter-add because a v6e's SparseCores cannot assign."""
     _, beta = rates.betas
     increase = (1 - beta) * jnp.mean(jnp.square(grad), axis=1)
     mean_square = square.at[ids].get(mode="clip") + increase
@@ -2605,16 +2606,16 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
 
 # ---- Value tables, smear, learned scalars -------------------------------------------------------
 
-# Some layers add a value vector per token id to v (record 14: 115 M; without=values), with a gate
-# per head (record 55: 9 M; without=value_gates). Smear adds a fraction of the previous token's
+# Some layers add a vector looked up by token id to v (record 14: 115 M; without=values), with a
+# gate per head (record 55: 9 M; without=value_gates). Smear adds a fraction of the previous token's
 # embedding (record 34; without=smear). Learned factors scale q, k, v, o, the stream and layer
 # outputs (records 47, 48, 73: 12 M; without=lambdas).
 
-GATE_INPUTS = 12  # features that smear and value gates read (record 28)
+GATE_INPUTS = 12  # number of features that smear and value gates read (record 28)
 
 
 def value_params(cfg: Config) -> dict[str, ParamSpec]:
-    """Return the stacked value tables [layers * v, d] and their gate weights. In a layer with MUDD,
+    """Return the stacked value tables [layers * v, d] and their gate weights. In the MUDD layer,
     mudd_values weights the table instead."""
     layers = cfg.layers_with("values")
     gated = [i for i in layers if not cfg.layers[i].mudd]
@@ -2627,7 +2628,7 @@ def value_params(cfg: Config) -> dict[str, ParamSpec]:
 
 
 def smear_params(cfg: Config) -> dict[str, ParamSpec]:
-    """Return the weights [1, features] and the maximum of the gate."""
+    """Return the gate's weights [1, features] and maximum."""
     return {
         "smear_gate": small_param(cfg, (1, GATE_INPUTS), 0.0, 0.01),
         "smear_lambda": small_param(cfg, (1,), 0.0, 5),
@@ -2638,26 +2639,25 @@ def lambda_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the learned factors of each layer."""
     layers = len(cfg.layers)
     return {
-        # Scale the stream before attention and before the MLP, by 1.1 per layer at first.
+        # Scale the stream before attention and before the MLP; initially by 1.1 per layer.
         "resid_lambdas": small_param(cfg, (layers, 2), math.sqrt(1.1), 5, mixes=True),
-        # Scale the outputs of attention and MLP.
+        # Scale the attention and MLP outputs.
         "post_lambdas": small_param(cfg, (layers, 2), 1.0, 1, mixes=True),
-        # Scales q, k and v; QK norm cancels it in q and k.
+        # Scales q, k and v; QK norm cancels its effect on q and k.
         "qkv_lambda": small_param(cfg, (layers,), 0.5, 5),
         "o_lambda": small_param(cfg, (layers,), 1.0, 5),
     }
 
 
 def gated_values(model: Model, i: int, x_btd, looked_up: dict) -> tuple:
-    """Return (value vectors [b, t, d], gates [b, t, n]) of layer `i` for HeadInputs.added. Gates
-    read features of the normalized input and of the value vector (value residual: Zhou et al.
-    2024)."""
+    """Return layer `i`'s (value vectors [b, t, d], gates [b, t, n]) for HeadInputs.added. Gates are
+    computed from the normalized input and the value vector (value residual: Zhou et al. 2024)."""
     number = model.cfg.layers_with("values").index(i)
     values_btd = looked_up["value_tables"][number]
     if not model.cfg.value_gates:
         b, t, _ = x_btd.shape
         return values_btd, jnp.ones((b, t, model.cfg.heads))
-    weights = model.params["value_gate"][number]  # the MUDD layer has no gate, and is last
+    weights = model.params["value_gate"][number]  # the MUDD layer, always last, has no gate
     half = weights.shape[1] // 2
     features = norm(x_btd)[..., :half], values_btd[..., :half]
     return values_btd, 2 * gate(jnp.concatenate(features, axis=-1), weights)
@@ -2672,15 +2672,15 @@ def smear(x_btd, weights, strength):
 
 
 def gate(x_btd, weights):
-    """Return sigmoid gates [b, t, n] from the first features and `weights` [n, features]."""
+    """Compute sigmoid gates [b, t, n] from the first features with `weights` [n, features]."""
     features = x_btd[..., : weights.shape[1]]
     sums = jnp.einsum("bti,ni->btn", features.astype(jnp.float32), weights)
     return jax.nn.sigmoid(sums)
 
 
 def post_lambdas(model: Model, i: int):
-    """Return the factors [2] on the attention and MLP outputs of layer `i`; ones with MUDD, which
-    weights these outputs per token."""
+    """Return layer `i`'s factors [2] on the attention and MLP outputs; 1 in the MUDD layer, which
+    has per-token weights instead."""
     if model.cfg.layers[i].mudd:
         return jnp.ones(2, jnp.float32)
     return model.params["post_lambdas"][i]
@@ -2688,14 +2688,14 @@ def post_lambdas(model: Model, i: int):
 
 # ---- Gates from small MLPs ----------------------------------------------------------------------
 
-# Small MLPs compute per-token MUDD weights (next section) and per-token gates: for heads
+# Small MLPs compute the MUDD weights (next section), as well as per-token gates for heads
 # (without=gated), the n-gram vector, the embedding (without=x0) and the skip connection (record 85:
 # 24 M; without=gates makes gates learned constants).
 
-# Initial values. xsa and gated have one gate per head, other kinds one per layer.
+# Initial gate values. xsa and gated have one gate per head; the other kinds have one per layer.
 GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}
-# Scales of the small MLPs' outputs. Adam's step size does not depend on them, so with 0.1 the
-# outputs change a tenth as fast.
+# Output scales of the small MLPs. Adam's step size does not depend on them, so a scale of 0.1 makes
+# the outputs change a tenth as fast.
 GATE_SCALE = 0.1  # initial value; learned, as in upstream
 MUDD_SCALE = 0.1
 SMALL_MLPS = {  # kind -> parameters
@@ -2706,8 +2706,8 @@ SMALL_MLPS = {  # kind -> parameters
 
 @functools.cache
 def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
-    """Return the initial outputs of each small MLP of a kind: name -> value(s). Gates are named
-    (kind of gate, layer). Each layer with Layer.new_gates starts a new gate MLP."""
+    """For each small MLP of a kind, return a dict from output names to initial values. Gates are
+    named (kind of gate, layer). Each layer with Layer.new_gates starts a new gate MLP."""
     if kind == "mudd":
         return [mudd_layer_starts(cfg), mudd_mix_starts(cfg)]
     mlp_of_layer = np.cumsum([layer.new_gates for layer in cfg.layers])
@@ -2721,8 +2721,8 @@ def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
 
 
 def small_mlp_params(cfg: Config, kind: str, width: int, scale: float, lr: float) -> dict:
-    """Return the stacked parameters of the small MLPs of a kind. The biases are the initial outputs
-    divided by `scale`. Outputs are padded to the largest MLP."""
+    """Return the stacked parameters of all small MLPs of a kind. The biases are the initial outputs
+    divided by `scale`. Outputs are padded to match the largest MLP."""
     rows = []
     for starts in coefficient_starts(cfg, kind):
         rows.append(np.hstack([[], *starts.values()]))  # [] for an MLP without outputs
@@ -2741,13 +2741,13 @@ def small_mlp_params(cfg: Config, kind: str, width: int, scale: float, lr: float
 
 
 def hidden_start(cfg: Config) -> Callable:
-    """Return the initializer for projections [n, h, d] of features: uniform in +-1 / sqrt(d)."""
+    """Return an initializer for feature projections [n, h, d]: uniform in +-1 / sqrt(d)."""
     return functools.partial(uniform, 1 / math.sqrt(3 * cfg.width), 1.0)
 
 
 def gate_params(cfg: Config) -> dict[str, ParamSpec]:
-    """Return the gate MLPs (only biases if gate_width=0), the scale of gates, and an extra weight
-    per skip connection (record 45: 5 M)."""
+    """Return the gate MLPs (only biases if gate_width=0), the gate scale, and an extra weight per
+    skip connection (record 45: 5 M)."""
     skips = len(cfg.layers_with("skip"))
     return small_mlp_params(cfg, "gate", cfg.gate_width, GATE_SCALE, 0.1) | {
         "gate_scale": small_param(cfg, (1,), GATE_SCALE, 0.1),
@@ -2756,9 +2756,9 @@ def gate_params(cfg: Config) -> dict[str, ParamSpec]:
 
 
 def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
-    """Return the outputs of small MLP `number` of a kind ("gate" or "mudd"): name -> float32
-    [b, t, count]. Outputs can be negative (records 81, 85). They are constant at initialization,
-    because W2 is zero."""
+    """Run small MLP `number` of a kind ("gate" or "mudd"). Return a dict from output names to
+    float32 [b, t, count]. Outputs can be negative (records 81, 85). At initialization they are
+    constant, because W2 is zero."""
     params = model.params
     starts = coefficient_starts(model.cfg, kind)[number]
     if not starts:
@@ -2784,7 +2784,7 @@ def small_mlp(x_btd, w1, w2, b2):
     """Return W2 gelu(W1 x) + b2, float32 [b, t, outputs], with exact GELU."""
     w1 = w1.astype(x_btd.dtype)
     hidden = jnp.matmul(x_btd, w1.T, preferred_element_type=jnp.float32)
-    # As in PyTorch. jax.nn.gelu(hidden, approximate=False) differs in the last bits.
+    # Matches PyTorch; jax.nn.gelu(hidden, approximate=False) differs in the last bits.
     erf = lax.erf(hidden * math.sqrt(0.5))
     hidden = hidden * (0.5 + 0.5 * erf)
     return hidden @ w2.T + b2[None, None]
@@ -2792,31 +2792,30 @@ def small_mlp(x_btd, w1, w2, b2):
 
 # ---- MUDD: per-token weights of connections -----------------------------------------------------
 
-# The last layer has a per-token weight for each term that it adds to v and to the stream
-# (mudd_layer). mudd_mix then adds earlier arrays with per-token weights. Two small MLPs compute the
-# weights (MUltiway Dynamic Dense connections, Xiao et al. 2025; records 81, 92: 21 M;
-# without=mudd).
+# In the last layer, each term added to v or the stream has a per-token weight (mudd_layer).
+# mudd_mix then adds earlier arrays with per-token weights. Two small MLPs compute the weights
+# (MUltiway Dynamic Dense connections, Xiao et al. 2025; records 81, 92: 21 M; without=mudd).
 
 MUDD_LAYER, MUDD_MIX = 0, 1  # indices of the two MLPs
 
 
 def mudd_params(cfg: Config) -> dict[str, ParamSpec]:
-    """Return the two small MLPs, and additional outputs of MUDD_MIX for groups of features."""
+    """Return the two small MLPs, plus extra MUDD_MIX outputs for feature groups."""
     params = small_mlp_params(cfg, "mudd", cfg.mudd_width, MUDD_SCALE, 0.25)
     _, outputs, _ = params["mudd_w2"].shape
-    groups = 2 * cfg.heads  # half a head each
+    groups = 2 * cfg.heads  # each half a head wide
     shape = outputs, groups, cfg.mudd_width
     return params | {"mudd_w2g": small_param(cfg, shape, 0.0, 0.25, decay=1)}
 
 
 def mudd_layer_starts(cfg: Config) -> dict[str, float]:
-    """Return {weight in mudd_layer: initial value}. `first` is the stream before the first layer,
-    `source` is the attention input, and `x` is the stream."""
+    """Return the initial value of each mudd_layer weight. `first` is the stream before the first
+    layer, `source` is the attention input, and `x` is the stream."""
     last = cfg.layers[-1]
     arrays = ["first", "source", "x"] if last.reads_back else ["first", "x"]
     starts = {f"{name}_to_v": 0.0 for name in arrays}
     starts |= {f"{name}_to_x": 0.0 for name in arrays}  # before attention
-    if last.values:  # one per half of the heads
+    if last.values:  # one weight per half of the heads
         starts |= {"values_left": 2.0, "values_right": 2.0}
     # These replace resid_lambdas, post_lambdas and gates.
     starts |= {"keep_attention": math.sqrt(1.1), "attention": 1.0, "first": 0.0}
@@ -2851,8 +2850,8 @@ def mudd_layer(model: Model, x, outputs: list, inputs: Inputs, gates: dict) -> t
     arrays["x"] = x
     source = arrays.get("source", x)
     added = mudd_values(model, mu, arrays, inputs.looked_up)
-    # keep * (x + weighted arrays), plus weighted first, attention and n-gram. Terms with the same
-    # array are combined.
+    # The new x is keep * (x + weighted arrays) + weighted first, attention and n-gram terms.
+    # Weights of the same array are combined.
     keep = mu["keep_attention"]
     terms = [
         (keep * (1 + mu["x_to_x"]), x),
@@ -2871,8 +2870,8 @@ def mudd_layer(model: Model, x, outputs: list, inputs: Inputs, gates: dict) -> t
 
 
 def mudd_values(model: Model, mu: dict, arrays: dict, looked_up: dict) -> tuple:
-    """Return the term added to v (HeadInputs.added): a weighted sum of `arrays` and of the value
-    table, if any, which has one weight per half of the heads."""
+    """Return the term added to v (HeadInputs.added): a weighted sum of `arrays` and the value
+    vectors, if any. Value vectors have one weight per half of the heads."""
     sources = [*arrays.values()]
     weights = [mu[f"{name}_to_v"] for name in arrays]
     halves = [weights]
@@ -2887,8 +2886,8 @@ def mudd_values(model: Model, mu: dict, arrays: dict, looked_up: dict) -> tuple:
 
 
 def mudd_mix_starts(cfg: Config) -> dict[str, float]:
-    """Return {source of mudd_mix: initial weight}, in order. Initially, half of `source`, the input
-    of the last attention, is subtracted (records 40, 77)."""
+    """Return the initial weight of each mudd_mix source, in order. Half of `source` (the last
+    attention input) is subtracted initially (records 40, 77)."""
     reads = cfg.layers[-1].reads_back
     names = ["first", "source", "x"] if reads else ["first", "x"]
     names += [f"skip{i}" for i in cfg.layers_with("skip")]
@@ -2914,7 +2913,7 @@ def mudd_sources(cfg: Config, inputs: Inputs, outputs: list, arrays: dict) -> tu
 
 def mudd_mix(model: Model, x_btd, sources: tuple):
     """Return the stream plus earlier arrays: x + sum_k (mu_k + delta_kg) source_k. For each token,
-    one small MLP computes mu_k per source and delta_kg per source and group of features."""
+    one small MLP computes mu_k per source and delta_kg per source and feature group."""
     params = model.params
     k = len(sources)
     w1 = params["mudd_w1"][MUDD_MIX]
@@ -2933,8 +2932,8 @@ def mudd_mix(model: Model, x_btd, sources: tuple):
 
 
 def blend(x_btd, weights, sources):
-    """Return `x_btd` (unless None) plus the sum of `sources` [b, t, d] times `weights`
-    [b, t, sources, groups]. Each group of consecutive features has its own weight."""
+    """Return `x_btd` (if not None) plus the sum of `sources` [b, t, d], weighted by `weights` [b,
+    t, sources, groups]. Each group of consecutive features has its own weight."""
     groups = weights.shape[-1]
     size = sources[0].shape[-1] // groups  # features per group
     terms = []
@@ -2948,7 +2947,7 @@ def blend(x_btd, weights, sources):
 
 # ---- Heads: key offset, pairs, XSA --------------------------------------------------------------
 
-# In long layers half of each key comes from the previous token (record 49: 13 M;
+# In long layers, half of each key comes from the previous token (record 49: 13 M;
 # without=key_offset). Pairs of heads attend as one (record 58: 17 M; without=paired). XSA removes
 # the token's own value from head outputs (records 82, 86: 8 M; without=xsa).
 
@@ -2971,8 +2970,8 @@ def key_offset(k_btnh):
 
 def pair_heads(x_btnh):
     """Reshape [b, t, n, h] to [b, 2t, n/2, h], so that pairs of heads attend as one. Each head also
-    sees its partner's keys, and windows reach half as far. The first half of the heads is at
-    positions 2t, the second half at 2t + 1."""
+    sees its partner's keys, and windows reach half as far. The first half of the heads goes to
+    positions 2t, the second half to 2t + 1."""
     b, t, n, h = x_btnh.shape
     return x_btnh.reshape(b, 2 * t, n // 2, h)
 
@@ -2991,15 +2990,15 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
 
 # ---- ANVIL: changes to Muon ---------------------------------------------------------------------
 
-# Momentum combines a fast and a slow average (record 92: 0.3 s; without=rails). All neurons of an
-# update get similar norms (record 41: 4 M; without=equalize). q and k are orthogonalized two heads
-# at a time, because heads look for different things (record 80; without=qk_heads). as_large
-# replaces orthogonalize to measure the benefit of Muon (without=muon).
+# Momentum combines a fast and a slow average (record 92: 0.3 s; without=rails). Updates are
+# rescaled so that all neurons have similar norms (record 41: 4 M; without=equalize). q and k are
+# orthogonalized two heads at a time, because heads look for different things (record 80;
+# without=qk_heads). as_large replaces orthogonalize to measure the benefit of Muon (without=muon).
 
 
 def fast_rail(cfg: Config, momentum) -> tuple[np.ndarray, np.ndarray]:
-    """Return (beta, weight) of the fast average at each step. Before rails_step it is the only
-    average, and beta is the momentum."""
+    """Return (beta, weight) of the fast average at each step. Before rails_step, only the fast
+    average is used, with the momentum as beta."""
     beta, weight = cfg.rail_fast
     has_two = np.arange(cfg.steps) >= cfg.rails_step
     return np.where(has_two, beta, momentum), np.where(has_two, weight, 1.0)
@@ -3007,7 +3006,7 @@ def fast_rail(cfg: Config, momentum) -> tuple[np.ndarray, np.ndarray]:
 
 def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
     """Return (update, new fast average, new slow average) of the gradient. The update combines both
-    averages and the gradient (Nesterov). Before rails_step only the fast average counts, as in
+    averages and the gradient (Nesterov). Before rails_step, only the fast average is used, as in
     Muon. Averages need no bias correction, because orthogonalize ignores the norm of its input."""
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
     slow = slow + slow_rate * (grad - slow)
@@ -3017,10 +3016,10 @@ def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
 
 
 def equalize(update, square, rate):
-    """Return (update, mean square): an orthogonalized update [matrices, rows, cols] with neurons
-    scaled to similar norms, while each matrix keeps its norm (after NorMuon, Li et al. 2025).
-    Neurons are rows of tall and square matrices, and columns of wide ones. `square`
-    [matrices, neurons] is their running mean square."""
+    """Scale neurons of an orthogonalized update [matrices, rows, cols] to similar norms, while
+    keeping the norm of each matrix (after NorMuon, Li et al. 2025). Neurons are rows of tall or
+    square matrices, and columns of wide ones. `square` [matrices, neurons] is their running mean
+    square. Return (update, square)."""
     along = 2 if update.shape[1] >= update.shape[2] else 1
     power = jnp.mean(jnp.square(update), axis=along)
     square = square + rate * (power - square)
@@ -3078,7 +3077,7 @@ def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> ParamS
 
 
 def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
-    """Return `hyper`, arrays [steps, ...], with the fields of enabled ideas."""
+    """Return `hyper` (arrays [steps, ...]) with the fields of enabled ideas filled in."""
     adam_due, tables = updates_due(cfg)
     fields = {}
     if len(cfg.stages) > 1:
@@ -3113,8 +3112,8 @@ def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
-    """Return a LoaderState for a new run, or for the `cursor` and `offsets` of a checkpoint.
-    By default, the rows' walks through the candidates start at evenly spaced offsets."""
+    """Return the LoaderState of a new run, or of a checkpoint with this `cursor` and `offsets`. By
+    default, candidate offsets are evenly spaced across rows."""
     rows = cfg.stages[0].rows  # equal in all stages (see validate)
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
@@ -3123,7 +3122,8 @@ def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> Loader
 
 
 def own_rows(mesh: Mesh, count: int) -> range:
-    """Return this process's range of `count` rows. Its devices are adjacent in the mesh."""
+    """Return the range of rows (out of `count`) that this process owns. Its devices are adjacent in
+    the mesh."""
     is_own = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     first = is_own.index(True)
     end = first + sum(is_own)
@@ -3131,13 +3131,13 @@ def own_rows(mesh: Mesh, count: int) -> range:
     return range(first * of_device, end * of_device)
 
 
-STALL_SECONDS = 10  # a longer wait for a batch is reported
+STALL_SECONDS = 10  # longer waits for a batch are reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, prefetched up to `depth` ahead in a thread. The thread starts items only while
-    the clock is `running`; otherwise their time would not count. `late` is called with a message
-    when an item takes long. Closing the generator ends the thread."""
+    """Yield `items`, prefetching up to `depth` of them in a thread. The thread starts an item only
+    while the clock is `running`, so that its time counts. `late` is called with a message if an
+    item takes too long. Closing the generator stops the thread."""
     ready = queue.Queue(depth)
     closed = threading.Event()
 
@@ -3182,21 +3182,21 @@ HEADER_BYTES = 1024
 
 
 class Documents(NamedTuple):
-    """Documents of a shard in reading order, as positions in the shard. Documents of 5, 2 and 3
-    tokens, read in the order third, first, second, have starts 7, 0, 5; stops 10, 5, 7; and places
-    0, 3, 8."""
+    """A shard's documents in reading order, as positions in the shard. For example, documents with
+    5, 2 and 3 tokens, read in the order third, first, second, have starts 7, 0, 5; stops 10, 5, 7;
+    and places 0, 3, 8."""
 
-    places: np.ndarray  # start of each document if the shard had this order
+    places: np.ndarray  # start of each document in the reordered shard
     starts: np.ndarray  # first token of each document
     stops: np.ndarray  # end of each document (exclusive)
 
 
 class TokenStream:
-    """The tokens of one split: its shards sorted by name, repeated `epochs` times.
+    """The tokens of one split: its shards, sorted by name and repeated `epochs` times.
 
-    A cursor is a position in this stream. Later epochs shuffle the documents of each shard (its
-    rows if doc_cap is 0). The order depends only on `seed`, the shard and the row length, so a
-    cursor is enough to resume."""
+    A cursor is a position in this stream. Later epochs shuffle each shard's documents (or rows if
+    doc_cap is 0). The order depends only on `seed`, the shard and the row length, so a cursor is
+    enough to resume."""
 
     def __init__(self, folder: Path, split: str, bos: int, epochs: int = 1, seed: int = 0):
         names = {path: SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")}
@@ -3230,21 +3230,21 @@ class TokenStream:
         return Documents(places, starts[order], stops[order])
 
     def draw_rows(self, number: int, t: int) -> np.ndarray:
-        """Return the starts of rows of t tokens in shard `number`, shuffled so that a batch mixes
-        documents."""
+        """Return the start positions of t-token rows in shard `number`, shuffled so that batches
+        mix documents."""
         random = np.random.default_rng([self.seed, number])
         first = int(random.integers(t))
         count = max(len(self.shards[number]) - 1 - first, 0) // t  # - 1 for the last target
         return first + t * random.permutation(count)
 
     def row_at(self, cursor: int, t: int) -> int:
-        """Return the stream position where the row of t tokens for `cursor` starts."""
+        """Return the stream position at which the t-token row for `cursor` starts."""
         number, base = self.shard_at(cursor)
         if number < len(self.paths):
             return cursor
         starts = self.rows(number, t)
         row = (cursor - base) // t
-        if row >= len(starts):  # the remainder of a shard
+        if row >= len(starts):  # the shard's last tokens, too few for a row
             return cursor
         return base + int(starts[row])
 
@@ -3257,7 +3257,7 @@ class TokenStream:
         return number, int(self.ends[number]) - len(self.shards[number])
 
     def read(self, cursor: int, count: int) -> np.ndarray:
-        """Return `count` tokens from `cursor` on, uint16, possibly from several shards."""
+        """Return `count` uint16 tokens starting at `cursor`, possibly from several shards."""
         parts = [np.empty(0, np.uint16)]  # for count=0
         while count:
             number, start = self.shard_at(cursor)
@@ -3283,8 +3283,8 @@ def open_shard(path) -> np.memmap:
 
 def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
     """Return ([(row, start, stop)], next cursor): the pieces of the stream that form a batch.
-    Without doc_cap, rows ignore document boundaries. In the first epoch rows are consecutive, and a
-    row's last target is the next row's first input."""
+    Without doc_cap, rows ignore document boundaries. In the first epoch, rows are consecutive, and
+    a row's last target is the next row's first input."""
     if stage.doc_cap:
         return plan_packed(stream, cursor, stage)
     t = stage.row_tokens
@@ -3294,14 +3294,14 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """Plan a batch as plan_rows does, with rows that contain only beginnings of documents.
-    Beginnings need little context, and attention never needs tokens of another row (records 26, 29:
-    18 M; without=packing).
+    """Plan a batch like plan_rows, but fill rows only with beginnings of documents. Beginnings need
+    little context, and attention never needs tokens from another row (records 26, 29: 18 M;
+    without=packing).
 
     A piece starts at a document's BOS. It ends with the document, after doc_cap tokens, or when the
     row is full. The rest of the document is skipped. Rows of t+1 tokens are filled in order, to
-    match upstream's batches. If a shard has too few documents left, the full batch comes from the
-    next shard."""
+    match upstream's batches. If a shard has too few documents left, the whole batch is taken from
+    the next shard."""
     while True:
         number, base = stream.shard_at(cursor)
         documents = stream.documents(number)
@@ -3310,7 +3310,7 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
         row = 0
         room = stage.row_tokens + 1
         for i in range(first, len(documents.places)):
-            # Converting whole lists (150,000 documents) took 20 to 30 ms per batch.
+            # Convert values one by one: whole lists (150,000 documents) took 20 to 30 ms per batch.
             start = int(documents.starts[i])
             stop = min(int(documents.stops[i]), start + stage.doc_cap, start + room)
             pieces.append((row, base + start, base + stop))
@@ -3340,8 +3340,8 @@ def read_batch(stream: TokenStream, mesh: Mesh, cursor: int, stage: Stage):
 
 
 def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
-    """Yield (this process's rows, uint16 [b, t + 1]; mask of rows to count, bool [b, 1]) per batch.
-    Only the last batch is padded."""
+    """For each batch, yield (this process's rows, uint16 [b, t + 1]; mask of rows to count, bool
+    [b, 1]). Only the last batch is padded."""
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
     t = cfg.val_row
