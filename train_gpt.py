@@ -774,7 +774,7 @@ def param_specs(cfg: Config) -> dict[str, ParamSpec]:
     # in_pairs expects all up-projections, then all down-projections.
     mlp_init = (1.0,) * mlps + (cfg.down_init,) * mlps
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_init, mlp_rates)
-    # The tuples are factors on (lr_adam, decay_adam), and betas.
+    # The tuples are multipliers for (lr_adam, decay_adam), and betas.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     vo_init = (1.0, cfg.o_init) * attentions
     if cfg.shared:  # v has fewer rows than o, so it needs a separate bank
@@ -794,7 +794,7 @@ def param_specs(cfg: Config) -> dict[str, ParamSpec]:
 
 
 def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> ParamSpec:
-    """Return the ParamSpec of a parameter trained by Adam. `rates` are factors on lr_adam and
+    """Return the ParamSpec of a parameter trained by Adam. `rates` multiply lr_adam and
     decay_adam; `fields` override other ParamSpec fields."""
     lr, decay = rates
     rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
@@ -1826,9 +1826,9 @@ PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # with
 # ---- Table updates, and tied embeddings ---------------------------------------------------------
 
 # Each batch uses a table row only a few times, so its gradients are noisy. Table updates therefore
-# accumulate gradients over two (later four) steps, and other Adam updates over two (records 39, 92:
-# 22 M; without=seldom). The head and embedding are tied until late in training (records 51, 53;
-# without=tied).
+# accumulate gradients over two (later four) steps, and other Adam updates over two (records 39,
+# 92: saves 22M tokens; without=seldom). The head and embedding are tied until late in training
+# (records 51, 53; without=tied).
 
 
 def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
@@ -1872,9 +1872,9 @@ def tie(state):
 # ---- RoPE frequencies that follow the windows ---------------------------------------------------
 
 # Attention windows start short to make early steps cheap, and grow at each stage (records 13, 20,
-# 31: 65 M; without=windows). When a window grows, YaRN (Peng et al. 2023) lowers the low rotation
-# frequencies to keep angles in the learned range, and raises the scale of q k^T to keep attention
-# sharp.
+# 31: saves 65M tokens; without=windows). When a window grows, YaRN (Peng et al. 2023) lowers the
+# low rotation frequencies to keep angles in the learned range, and raises the scale of q k^T to
+# keep attention sharp.
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -1903,9 +1903,9 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
 
 # ---- Weight averaging ---------------------------------------------------------------------------
 
-# Averaging the last weights reduces noise, so the learning rate can stay high (record 92: 3.8 s;
-# without=averages). `follow` updates the averages during the last steps. After the last step,
-# `move_to_averages` moves the weights towards them.
+# Averaging the last weights reduces noise, so the learning rate can stay high (record 92: saves
+# 3.8 s; without=averages). `follow` updates the averages during the last steps. After the last
+# step, `move_to_averages` moves the weights towards them.
 
 
 class Average(NamedTuple):
@@ -2011,10 +2011,11 @@ def move_to_averages(cfg: Config, state) -> dict:
 
 # ---- Multi-token prediction and sampled softmax -------------------------------------------------
 
-# Early in training, the model also predicts later tokens (record 53: 21 M, including the savings
-# from untying; without=ahead) and the next token's longest prefix, such as "interact" for
-# "interaction" (record 88: 4 M; without=prefix). Each row's softmax covers its targets plus a
-# sample of other ids, instead of all 50,304 ids (record 92: 8.4 s; without=candidates).
+# Early in training, the model also predicts later tokens (record 53: saves 21M tokens, including
+# the savings from untying; without=ahead) and the next token's longest prefix, such as "interact"
+# for "interaction" (record 88: saves 4M tokens; without=prefix). Each row's softmax covers its
+# targets plus a sample of other ids, instead of all 50,304 ids (record 92: saves 8.4 s;
+# without=candidates).
 
 
 def loss_weights(cfg: Config) -> np.ndarray:
@@ -2114,8 +2115,8 @@ def candidates(included, offset: int, count: int, vocab_size: int):
 
 # ---- Copy pointer -------------------------------------------------------------------------------
 
-# The model can copy the next token from earlier text (pull request 379: 144 steps; sink from Merity
-# et al. 2016; without=pointer):
+# The model can copy the next token from earlier text (pull request 379: saves 144 steps; sink from
+# Merity et al. 2016; without=pointer):
 #     1. the softmax gives probability a to an extra id, `<copy>` (real_tokens, the first unused id)
 #     2. attention on the final hidden states splits a between earlier tokens and a learned sink key
 #     3. the sink's share goes back to the other ids of the softmax
@@ -2298,9 +2299,9 @@ def mix_pointed(losses, pointed):
 # ---- Hashed n-gram table ------------------------------------------------------------------------
 
 # Each token looks up one vector for its bigram and one for its trigram in a hash table with 42
-# million rows (records 62, 92: 7.1 s; without=ngrams). Random signs distinguish n-grams that share
-# a row (record 83: 8 M; without=signs). Hashes ignore case and accents (pull request 375: 15 steps;
-# without=normalised).
+# million rows (records 62, 92: saves 7.1 s; without=ngrams). Random signs distinguish n-grams that
+# share a row (record 83: saves 8M tokens; without=signs). Hashes ignore case and accents (pull
+# request 375: saves 15 steps; without=normalised).
 #
 # For each device, the loader lists the distinct rows that the device needs, grouped by owner, i.e.
 # the device that stores them (device_request). Each step exchanges requests, then rows
@@ -2606,10 +2607,11 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
 
 # ---- Value tables, smear, learned scalars -------------------------------------------------------
 
-# Some layers add a vector looked up by token id to v (record 14: 115 M; without=values), with a
-# gate per head (record 55: 9 M; without=value_gates). Smear adds a fraction of the previous token's
-# embedding (record 34; without=smear). Learned factors scale q, k, v, o, the stream and layer
-# outputs (records 47, 48, 73: 12 M; without=lambdas).
+# Some layers add a vector looked up by token id to v (record 14: saves 115M tokens;
+# without=values), with a gate per head (record 55: saves 9M tokens; without=value_gates). Smear
+# adds a fraction of the previous token's embedding (record 34; without=smear). Learned factors
+# scale q, k, v, o, the stream and layer outputs (records 47, 48, 73: saves 12M tokens;
+# without=lambdas).
 
 GATE_INPUTS = 12  # number of features that smear and value gates read (record 28)
 
@@ -2690,7 +2692,7 @@ def post_lambdas(model: Model, i: int):
 
 # Small MLPs compute the MUDD weights (next section), as well as per-token gates for heads
 # (without=gated), the n-gram vector, the embedding (without=x0) and the skip connection (record 85:
-# 24 M; without=gates makes gates learned constants).
+# saves 24M tokens; without=gates makes gates learned constants).
 
 # Initial gate values. xsa and gated have one gate per head; the other kinds have one per layer.
 GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}
@@ -2747,7 +2749,7 @@ def hidden_start(cfg: Config) -> Callable:
 
 def gate_params(cfg: Config) -> dict[str, ParamSpec]:
     """Return the gate MLPs (only biases if gate_width=0), the gate scale, and an extra weight per
-    skip connection (record 45: 5 M)."""
+    skip connection (record 45: saves 5M tokens)."""
     skips = len(cfg.layers_with("skip"))
     return small_mlp_params(cfg, "gate", cfg.gate_width, GATE_SCALE, 0.1) | {
         "gate_scale": small_param(cfg, (1,), GATE_SCALE, 0.1),
@@ -2794,7 +2796,8 @@ def small_mlp(x_btd, w1, w2, b2):
 
 # In the last layer, each term added to v or the stream has a per-token weight (mudd_layer).
 # mudd_mix then adds earlier arrays with per-token weights. Two small MLPs compute the weights
-# (MUltiway Dynamic Dense connections, Xiao et al. 2025; records 81, 92: 21 M; without=mudd).
+# (MUltiway Dynamic Dense connections, Xiao et al. 2025; records 81, 92: saves 21M tokens;
+# without=mudd).
 
 MUDD_LAYER, MUDD_MIX = 0, 1  # indices of the two MLPs
 
@@ -2947,9 +2950,10 @@ def blend(x_btd, weights, sources):
 
 # ---- Heads: key offset, pairs, XSA --------------------------------------------------------------
 
-# In long layers, half of each key comes from the previous token (record 49: 13 M;
-# without=key_offset). Pairs of heads attend as one (record 58: 17 M; without=paired). XSA removes
-# the token's own value from head outputs (records 82, 86: 8 M; without=xsa).
+# In long layers, half of each key comes from the previous token (record 49: saves 13M tokens;
+# without=key_offset). Pairs of heads attend as one (record 58: saves 17M tokens; without=paired).
+# XSA removes the token's own value from head outputs (records 82, 86: saves 8M tokens;
+# without=xsa).
 
 
 def key_offset(k_btnh):
@@ -2990,9 +2994,9 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
 
 # ---- ANVIL: changes to Muon ---------------------------------------------------------------------
 
-# Momentum combines a fast and a slow average (record 92: 0.3 s; without=rails). Updates are
-# rescaled so that all neurons have similar norms (record 41: 4 M; without=equalize). q and k are
-# orthogonalized two heads at a time, because heads look for different things (record 80;
+# Momentum combines a fast and a slow average (record 92: saves 0.3 s; without=rails). Updates are
+# rescaled so that all neurons have similar norms (record 41: saves 4M tokens; without=equalize). q
+# and k are orthogonalized two heads at a time, because heads look for different things (record 80;
 # without=qk_heads). as_large replaces orthogonalize to measure the benefit of Muon (without=muon).
 
 
@@ -3063,7 +3067,7 @@ def with_ideas(cfg: Config, table: dict[str, ParamSpec]) -> dict[str, ParamSpec]
 def small_param(cfg: Config, shape, start, lr: float, decay: float = 0.0, mixes=False) -> ParamSpec:
     """Return the ParamSpec of a small parameter, replicated on all devices and trained by Adam.
     `lr` and `decay` multiply lr_adam and decay_adam. Weights that mix arrays have their own betas
-    (record 52: 9 M; without=scalar_betas)."""
+    (record 52: saves 9M tokens; without=scalar_betas)."""
     of_mixing, of_gates = cfg.scalar_betas
     betas = of_mixing if mixes else of_gates
     return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
@@ -3295,8 +3299,8 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
     """Plan a batch like plan_rows, but fill rows only with beginnings of documents. Beginnings need
-    little context, and attention never needs tokens from another row (records 26, 29: 18 M;
-    without=packing).
+    little context, and attention never needs tokens from another row (records 26, 29: saves 18M
+    tokens; without=packing).
 
     A piece starts at a document's BOS. It ends with the document, after doc_cap tokens, or when the
     row is full. The rest of the document is skipped. Rows of t+1 tokens are filled in order, to
@@ -3713,8 +3717,8 @@ def gradient_bytes(cfg: Config, mesh: Mesh, name: str, stage: int) -> int:
 
 
 def due_bytes(cfg: Config, mesh: Mesh, update: Update) -> dict[str, list[int]]:
-    """Return the per-device bytes of an update's gradients, by parameter name: one entry per
-    step."""
+    """Return a dict from parameter names to the per-device bytes of their gradients, one number for
+    each step of the update."""
     stages = update.stages or (0,) * update.steps
     names = updated(cfg, update.kind)
     return {name: [gradient_bytes(cfg, mesh, name, stage) for stage in stages] for name in names}
@@ -5839,7 +5843,7 @@ def why_plain_attention(cfg: Config, device) -> str:
 
 def check_kernels(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable) -> tuple[Kernels, str]:
     """Run all Trials on this process's first device (no-op on CPUs). Return `kernels` with failed
-    kernels replaced by their plain forms, and a log message suffix. Raise UserError on failure if
+    kernels replaced by the plain versions, and a log message suffix. Raise UserError on failure if
     the settings name the kernels, or if several processes must use the same ones."""
     if mesh.devices.flat[0].platform == "cpu":
         return kernels, ""
@@ -5860,7 +5864,7 @@ def check_kernels(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable) -> t
 
 
 class Trial(NamedTuple):
-    """A comparison of a kernel with its plain form, on random arrays with the run's widths."""
+    """A comparison of a kernel with its plain version, on random arrays with the run's widths."""
 
     field: str  # kernel name in Kernels
     run: Callable  # called with the kernel and the arrays
@@ -5917,8 +5921,8 @@ def trials(cfg: Config) -> Iterator[Trial]:
 def failure(trial: Trial, cfg: Config, kernels: Kernels) -> str:
     """Return the reason a kernel fails its Trial, or "". Re-raise out-of-memory errors.
 
-    Errors are measured against the plain form in float32. The limit is four times the plain form's
-    largest error in bfloat16, but at least four bfloat16 rounding errors. Each half of a head has
+    Errors are measured against the plain version in float32. The limit is four times its largest
+    error in bfloat16, but at least four bfloat16 rounding errors. Each half of a head has
     its own limit, so that averaging cannot hide an error in one head."""
     kernel, plain = (getattr(each, trial.field) for each in (kernels, PLAIN))
     try:
@@ -6015,7 +6019,7 @@ def rows_of_steps(grads: list, places):
     return rows
 
 
-# ---- Attention for any hardware, and the plain forms of Kernels ---------------------------------
+# ---- Attention for any hardware, and the plain versions of Kernels ------------------------------
 
 SCORE_BYTES = 2**28  # bytes of float32 scores that attend_band materializes at a time
 
@@ -6152,8 +6156,8 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
     """Return the gradients of add_losses' weighted sum w.r.t. the softmax losses [t, targets], the
     `<copy>` logit [t], and `pointed`. Without a pointer, return (weights, None, None).
 
-    A logit with probability q has gradient q * (sum of the token's slopes) - (slope of the logit's
-    loss). For the `<copy>` logit, both terms grow like 1 / (1 - q) and nearly cancel when q is near
+    A logit with probability q has gradient q * (sum of the token's loss gradients) - (gradient of
+    the logit's own loss). For the `<copy>` logit, both terms grow like 1 / (1 - q) and nearly cancel when q is near
     1. An equivalent formula avoids this cancellation."""
     if pointed is None:
         return weights, None, None
@@ -6172,8 +6176,8 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, in_rows=False):
     """Compute cross_entropy. The forward pass also computes gradients chunk by chunk, so logits are
     neither stored nor recomputed. Only the weighted sum is differentiable, w.r.t. x, head (same
-    dtype) and `pointed`. Validation needs no gradients and uses the plain form. `in_rows` selects a
-    kernel for NVIDIA GPUs, unless a pointer is used."""
+    dtype) and `pointed`. Validation needs no gradients and uses the plain version. `in_rows`
+    selects a kernel for NVIDIA GPUs, unless a pointer is used."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
