@@ -6157,8 +6157,8 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
     `<copy>` logit [t], and `pointed`. Without a pointer, return (weights, None, None).
 
     A logit with probability q has gradient q * (sum of the token's loss gradients) - (gradient of
-    the logit's own loss). For the `<copy>` logit, both terms grow like 1 / (1 - q) and nearly cancel when q is near
-    1. An equivalent formula avoids this cancellation."""
+    the logit's own loss). For the `<copy>` logit, both terms grow like 1 / (1 - q) and nearly
+    cancel when q is near 1. An equivalent formula avoids this cancellation."""
     if pointed is None:
         return weights, None, None
 
