@@ -2328,7 +2328,7 @@ def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
 
 
 def normal_form(word: bytes) -> str:
-    """Lowercase a word; strip accents, letter variants and surrounding whitespace. Pure whitespace
+    """Lowercase a word, strip accents and surrounding whitespace, and fold letter variants. Pure whitespace
     becomes " ", and invalid UTF-8 becomes ""."""
     try:
         text = word.decode()
@@ -5007,7 +5007,7 @@ def can_write(folder: Path) -> bool:
 
 
 def user_cache() -> Path | None:
-    """Return the cache in $XDG_CACHE_HOME or ~/.cache, or None without a home directory."""
+    """Return the cache directory, in $XDG_CACHE_HOME or ~/.cache; None if there is no home."""
     place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return None if place == "~/.cache" else Path(place, "train_gpt")
 
@@ -5171,7 +5171,7 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         base = PRESETS[name]
     settings = asked.settings
     if asked.places:
-        with_settings(base, settings)  # report typos before tokenizing a large text
+        with_settings(base, settings)  # fail on typos before the slow tokenization
         of_data, validation = settings_for(asked.places, asked.val, name, settings)
         settings = of_data + settings
         say(f"data of your own, with validation on {validation}: {shlex.join(of_data)}")
@@ -5962,7 +5962,7 @@ def trial_results(trial: Trial, kernel: Callable, dtype) -> list[np.ndarray]:
         y_grad = jax.random.normal(jax.random.key(len(shapes)), y.shape).astype(jnp.bfloat16)
         return y, transpose(y_grad.astype(y.dtype))
 
-    # Keep XLA from skipping roundings, because `failure` measures rounding errors.
+    # Stop XLA from removing roundings, because `failure` measures rounding errors.
     results = jax.jit(both, compiler_options={"xla_allow_excess_precision": False})()
     return [np.atleast_1d(np.asarray(x, np.float32)) for x in jax.tree.leaves(results)]
 
@@ -7080,7 +7080,7 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     # Pad "tile" with -1 (no tile) before the first step and after the last.
     tile_of_step = jnp.pad(tile_of_step, 1, constant_values=-1)
     scalars = {"tile": tile_of_step, "block": block_of_step}
-    # References: ids [1, 1, block]; rows [block, d] for each table.
+    # Refs: ids [1, 1, block]; rows [block, d] for each table.
     inputs = {"ids": (ids.reshape(blocks, 1, block), of_block), "rows": (rows, of_block)}
     outputs = {"sums": (jax.ShapeDtypeStruct((tables, v // tables, d), dtype), of_tile)}
     scratch = {"total": pltpu.VMEM((tables, ROW_TILE, d), jnp.float32)}  # unrounded sums

@@ -123,7 +123,7 @@ def test_gradients_of_micro_batches_on_devices_equal_the_full_batch(shards):
     over rows. The reported loss is the plain mean over next tokens."""
     cfg, mesh, weights = CFG, mesh_of(DEVICES), np.float32([0.7, 1.9])
     params = random_state(cfg)["params"]
-    rows, batch = batch_of(cfg, 0, mesh, shards, weights=weights)
+    rows, batch = batch_of(cfg, 0, mesh, shards, loss_weights=weights)
     model = model_on(cfg, params, mesh)
     got, loss, _ = programs_of(cfg, DEVICES)["grads0"](*model, batch)
     inputs, targets, all_targets = (
@@ -443,14 +443,15 @@ def assert_same_training(got, want):
     """Compare results of `train` up to the order of float32 sums.
 
     Most differences are from ANVIL: orthogonalization multiplies small singular values, and their
-    rounding errors, by up to a thousand. Measured: 2e-7 for losses, 5e-6 for the state.
+    rounding errors, by up to a thousand. Measured: 2e-7 for losses, 5e-6 to 2.4e-5 for the
+    state, depending on the CPU.
     """
     np.testing.assert_allclose(got[0], want[0], rtol=2e-6)
     for kind, arrays in want[1].items():
         for name, x in arrays.items():
             assert np.any(x), (kind, name)
             error = np.linalg.norm(got[1][kind][name] - x) / np.linalg.norm(x)
-            assert error < 2e-5, (kind, name)
+            assert error < 5e-5, (kind, name)
 
 
 class Log:
@@ -484,7 +485,7 @@ def part_one(tmp_path_factory, shards):
     sys.modules["part_one"] = part
     exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
-    titles = "Data checks", "Devices", "Layout", "Programs", "Attention for any hardware"
+    titles = "Data checks", "Devices", "Programs", "Attention for any hardware"
     for title in titles:
         exec(f"from __future__ import annotations\n{section(title)}", vars(part))
     source = T.Prepared, T.prepare, T.Clock, T.StepResult, T.log_step, T.check_loss
