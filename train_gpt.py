@@ -488,7 +488,7 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
 
     The training loss is differentiated with respect to `params` and `looked_up`; `params` override
     Model.params. As in upstream, the loss is summed over each row's tokens and averaged over rows.
-    Muon and Adam are scale-invariant, but their moments adapt slowly to a new row length."""
+    Muon and Adam are scale-invariant, but their moments adapt slowly when rows get longer."""
     model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
     per_token = x_btd, *targets_ahead(model, rows.targets)  # features, targets, weights
@@ -975,7 +975,7 @@ def gradients_of(model: Model, rows: Rows):
 
 
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
-    """Return a dict from table names to the ids to look up, of any shape."""
+    """Return a dict that maps table names to the ids to look up."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
     ids = {"embed": tokens}
     if cfg.layers_with("values"):  # "Value tables, smear, learned scalars"
@@ -2328,8 +2328,8 @@ def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
 
 
 def normal_form(word: bytes) -> str:
-    """Lowercase a word, strip accents and surrounding whitespace, and fold letter variants. Pure whitespace
-    becomes " ", and invalid UTF-8 becomes ""."""
+    """Lowercase a word, strip accents and surrounding whitespace, and fold letter variants. Pure
+    whitespace becomes " ", and invalid UTF-8 becomes ""."""
     try:
         text = word.decode()
     except UnicodeDecodeError:  # part of a multi-byte character
@@ -2397,9 +2397,10 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
 
 
 def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
-    """Return each token's bigram and trigram hash, int32 [2, b, t], in the first and second half of
-    `rows` (records 62, 92). The last value in each half means not enough history. To match an
-    upstream bug, the bigram of a row's second token uses `last` instead of the first token."""
+    """Return each token's bigram and trigram hashes, int32 [2, b, t]. Bigrams hash into the first
+    half of the table's `rows`, trigrams into the second (records 62, 92). The last value in each
+    half means not enough history. To match an upstream bug, the bigram of a row's second token uses
+    `last` instead of the first token."""
     x2_bt, x1_bt, x_bt = last_tokens(np, x_bt)
     position = np.arange(x_bt.shape[1])[None]
     half = rows // 2
@@ -4580,7 +4581,9 @@ def join_processes(args):
         return
     complete = named == (None, None, None) if args.distributed else None not in named
     require(complete, f"write --distributed or {one_by_one}")
-    who = "all that --distributed finds (TPU slice, Slurm, MPI)"
+    tasks, hosts = (os.environ.get(f"SLURM_STEP_NUM_{x}") for x in ("TASKS", "NODES"))
+    who = "--distributed needs a TPU slice, Slurm or Open MPI"
+    who += f"; Slurm expects {tasks} tasks (SLURM_STEP_NUM_TASKS)" if tasks else ""
     if not args.distributed:
         who = f"--coordinator {named[0]} --processes {named[1]} --process-id {named[2]}"
     jax.config.update("jax_enable_preemption_service", False)  # ask_to_stop enables it
@@ -4589,7 +4592,6 @@ def join_processes(args):
             port = int(args.coordinator.rpartition(":")[2])
             socket.create_server(("", port)).close()
         # With one Slurm task per host, use all GPUs; by default JAX picks one GPU per task.
-        tasks, hosts = (os.environ.get(f"SLURM_STEP_NUM_{x}") for x in ("TASKS", "NODES"))
         gpus = [] if tasks and tasks == hosts else None
         join = functools.partial(jax.distributed.initialize, *named, local_device_ids=gpus)
         wait_for(join, f"{LONG_WAIT}: {who}", timeout=280)  # JAX crashes after 300 s
@@ -4634,7 +4636,7 @@ def check_setting(cfg: Config, name: str, holds, expected: str):
     value = cfg
     for key in name.split("."):
         value = value[int(key)] if key.isdecimal() else getattr(value, key)
-    require(holds, f"{name}={value!r} is not valid: {expected}")
+    require(holds, f"{name}={value!r} must be {expected}")
 
 
 def validate(cfg: Config) -> Config:
@@ -4712,7 +4714,7 @@ def validate_layer(cfg: Config, number: int):
         needs = f"short or long, as {', '.join(of_attention)} needs attention"
         rule("attends", layer.attends in ("short", "long"), needs)
     rule("attends", layer.attends in ("short", "long", ""), "short, long, or empty")
-    rule("new_gates", number > 0 or not layer.new_gates, "False in layer 0, before any stream")
+    rule("new_gates", number > 0 or not layer.new_gates, "False in layer 0")
     for name in ("skip", "reads_back"):
         rule(name, getattr(layer, name) <= number, f"a number of layers up to {number}")
     if layer.mudd:
@@ -4769,10 +4771,10 @@ def typed(kind, value, name="", positive=False):
         return typed(kind.__origin__, value, name, positive)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return typed_fields(kind, value, name)
-    wrong = f"{name}={value!r} is not valid: "
+    wrong = f"{name}={value!r} must be "
     if origin is tuple and isinstance(value, tuple | list):
         entry, *others = typing.get_args(kind)
-        require(value, f"{wrong}one or more")
+        require(value, f"{wrong}one or more values")
         if others == [...] or len(value) == 1 + len(others):
             return tuple(typed(entry, x, f"{name}.{i}", positive) for i, x in enumerate(value))
     if origin is Literal:
@@ -4783,10 +4785,10 @@ def typed(kind, value, name="", positive=False):
     is_bool = kind is bool and value in (0, 1)
     is_text = kind is str and type(value) is str
     kind_name = kind if origin else kind.__name__
-    require(is_number or is_bool or is_text, f"{wrong}it must be {kind_name}, see --show")
+    require(is_number or is_bool or is_text, f"{wrong}{kind_name}, see --show")
     if is_number:
-        require(0 <= value < 2**32, f"{wrong}it must be from 0 to 2**32 - 1")
-        require(value or not positive, f"{wrong}it must be positive")
+        require(0 <= value < 2**32, f"{wrong}from 0 to 2**32 - 1")
+        require(value or not positive, f"{wrong}positive")
     return kind(value)
 
 
@@ -6538,7 +6540,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
     scalars = {name: arrays[name] for name in ("earliest", "scale")}  # see attend_tpu
     inputs = {
         "qkv": (arrays["qkv"], in_rows),  # [1, block, n (2 h + v)]
-        "added": (arrays["added"], in_rows),  # [1, block, n LANES]: added to v
+        "added": (arrays["added"], in_rows),  # [1, block, n * LANES]: added to v
         "tables": (arrays["tables"], in_columns),  # [1, rows, block]: see Plan.tables_of
         "starts": (arrays["starts"], in_columns),  # [1, 1, block]: see attend_tpu
         **{name: (arrays[name], in_columns) for name in OF_HEADS},  # [1, n, block] each

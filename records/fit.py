@@ -221,6 +221,7 @@ def main(argv=None):
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     parser.add_argument("--gib", type=float, metavar="N", help="memory of a GPU that is not here")
     args = parser.parse_args(argv)
+    T.require(args.gib is None or args.gib > 0, f"--gib {args.gib} must be positive")
     command, note = command_that_fits(args.preset, args.set, args.gib)
     T.tell(f"{command}\n({note})")
 

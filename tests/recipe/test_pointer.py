@@ -364,9 +364,7 @@ def test_the_loss_of_the_mixture_has_no_bound(loss):
 
 
 def test_a_vocabulary_needs_an_id_for_copies():
-    with pytest.raises(
-        T.UserError, match="pointer_width=8 is not valid: 0, as vocab=97 has no unu"
-    ):
+    with pytest.raises(T.UserError, match="pointer_width=8 must be 0, as vocab=97 has no unu"):
         T.validate(replace(CFG, vocab=97))
 
 

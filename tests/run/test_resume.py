@@ -267,7 +267,7 @@ def test_a_folder_of_runs_gives_the_newest_checkpoint(run, tmp_path):
     newest = runs[1] / "checkpoints/8"
     assert T.find_checkpoint(tmp_path, said.append).folder == newest
     assert said == [f"the newest checkpoint of the runs in {tmp_path}: {newest}"]
-    with pytest.raises(T.UserError, match="no complete checkpoint in .*empty: name a run with"):
+    with pytest.raises(T.UserError, match="no complete checkpoint in .*empty: pass a run with"):
         T.find_checkpoint(runs[2], pytest.fail)
 
 
@@ -300,9 +300,7 @@ def test_a_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
     (small / "small_train_000002.bin").unlink()
     places = (other, saved), (shards, changed), (small, saved)
     for data, of in places:  # other shards now, or at the start of the run
-        words = (
-            f"{data} does not hold the shards of {copy}: leave --data out if {shards} does, else "
-        )
+        words = f"{data} does not contain the shards of {copy}: omit --data if {shards} does, or "
         words += f"train with its parameters: --start {copy} --data {data}"
         with pytest.raises(T.UserError, match=words):
             trained(saved.cfg, copy.parent, data, of)
@@ -593,7 +591,7 @@ def test_differences_between_processes_are_named(monkeypatch):
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: digests.append(x) or x)
     for change in ({}, {"config": {"data": "elsewhere", "seed": 0}}, {"config": {"data": ""}}):
         T.check_agreement(facts | change, None)
-    for others, words in ((digests[:2], ""), (digests, "the processes differ in config: make")):
+    for others, words in ((digests[:2], ""), (digests, "the processes differ in config: use")):
         monkeypatch.setattr(multihost_utils, "process_allgather", lambda _, x=others: np.stack(x))
         with pytest.raises(T.UserError, match=words) if words else contextlib.nullcontext():
             T.check_agreement(facts, None)
@@ -676,7 +674,7 @@ def test_a_run_is_not_resumed_from_its_best_parameters(tmp_path, shards, monkeyp
     for option in ("--resume", "--start"):
         assert T.main([option, str(run)]) == 2
         line = capsys.readouterr().err
-        assert f"no complete checkpoint in {run}: name a run with one" in line
+        assert f"no complete checkpoint in {run}: pass a run with a" in line
         assert f"; {run}/best has parameters for --start" in line
 
 
