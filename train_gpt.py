@@ -37,6 +37,10 @@ Array name suffixes give the axes, as in x_btd: b batch rows, t tokens or querie
 width, n heads, h head width, f MLP width, v vocabulary.
 """
 
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10.2,!=0.11.0,!=0.11.1,<0.13", "numpy", "tiktoken"]
+# ///
 from __future__ import annotations
 
 import argparse
