@@ -2,8 +2,8 @@
 # A record, from an empty machine to a directory that `leaderboard.py check` accepts. In a clone:
 #   BY="Your Name" bash records/launch/record.sh TRACK
 # TRACK is v6e-8, v6e-1, v5e-8, 8xh100, 1xgpu or cpu (the preset `tiny` on any machine, in minutes).
-# The script installs packages into ~/env, checks devices and memory, downloads the tokens, trains
-# each seed, adds the record, checks all records, and writes results.tar.gz.
+# The script installs packages into ~/env (created if needed), checks devices and memory, downloads
+# the tokens, trains each seed, adds the record, checks all records, and writes results.tar.gz.
 #
 # If the script is interrupted, start it again with the same variables. Finished seeds are skipped.
 # An interrupted seed is resumed if it has a checkpoint, and otherwise starts again. A run that is
@@ -54,14 +54,15 @@ mkdir -p "$OUT"
 trained=$(cat "$OUT/settings")
 [ "$trained" = "$recipe" ] || fail "the runs in $OUT have other settings ($trained): change RECORD"
 
-# make_environment: creates ~/env with Python 3.12. The image's own Python may be too old for JAX.
+# make_environment: creates ~/env. uv downloads a Python if the machine only has versions that are
+# too old for JAX.
 make_environment() {
   if ! command -v uv >/dev/null; then
     python3 -m venv ~/uv || fail "python3 has no venv: install python3-venv, or uv"
-    ~/uv/bin/pip install --quiet uv
+    ~/uv/bin/pip install --quiet --disable-pip-version-check uv
     PATH=$PATH:$HOME/uv/bin
   fi
-  uv venv --quiet --seed --python 3.12 ~/env
+  uv venv --quiet --seed --python ">=3.11,<3.15" ~/env
 }
 
 if [ -z "${PYTHON:-}" ]; then
