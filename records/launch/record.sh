@@ -99,7 +99,7 @@ fi
 
 for ((seed = 0; seed < RUNS; seed++)); do
   if grep -qs '"finished": true' "$OUT"/*-s"$seed"-*/run.json; then continue; fi
-  say "seed $seed of 0 to $((RUNS - 1)); the first one compiles for some minutes"
+  say "training seed $seed, of 0 to $((RUNS - 1)); the first run compiles for some minutes"
   checkpoint=$(ls -d "$OUT"/*-s"$seed"-*/checkpoints/[0-9]* 2>/dev/null | tail -n 1) || true
   if [ "$checkpoint" ]; then
     $PYTHON train_gpt.py --resume "${checkpoint%/checkpoints/*}"
@@ -116,7 +116,8 @@ else
   finished=($(grep -l '"finished": true' "$OUT"/*/run.json))
   $PYTHON records/leaderboard.py add "${finished[@]%/run.json}" \
     --track "$TRACK" --name "$RECORD" --by "${BY:-me}" --pin \
-    ${RATE:+--rate "$RATE"} --what "${WHAT:-The preset $PRESET with ${settings[*]}.}"
+    ${RATE:+--rate "$RATE"} --what "${WHAT:-The preset $PRESET with ${settings[*]}.}" ||
+    fail "no record was added; results.tar.gz has the runs"
 fi
 $PYTHON records/leaderboard.py render
 $PYTHON records/leaderboard.py check
