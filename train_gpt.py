@@ -37,6 +37,10 @@ Array name suffixes give the axes, as in x_btd: b batch rows, t tokens or querie
 width, n heads, h head width, f MLP width, v vocabulary.
 """
 
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["jax>=0.10.2,!=0.11.0,!=0.11.1,<0.13", "numpy", "tiktoken"]
+# ///
 from __future__ import annotations
 
 import argparse
@@ -75,6 +79,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
+VERSION = "2026.11.29"  # the newest date in CHANGELOG.md
 SOURCE = Path(__file__).read_text()  # for the log; read before importing JAX, which is slow
 try:
     import fcntl
@@ -5228,6 +5233,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     option("--coordinator", metavar="HOST:PORT", help="the same: address of the first process")
     option("--processes", type=int, metavar="N", help="with --coordinator: their number")
     option("--process-id", type=int, metavar="I", help="with --coordinator: 0 to N-1")
+    version = f"train_gpt.py {VERSION}, source {source_sha256()[:12]}, jax {jax.__version__}"
+    option("--version", action="version", version=version, help="print the versions, then exit")
     return parser.parse_args(argv)
 
 

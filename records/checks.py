@@ -33,7 +33,7 @@ try:
     import numpy as np
     import scipy  # imports its submodules when they are used
 except ImportError as error:
-    sys.exit(f"error: {error}: pip install -r requirements.txt")
+    sys.exit(f"error: {error}: pip install -r requirements.txt -r records/requirements.txt")
 
 # Number of runs of a record -> limit of the p-values of its mean loss and of its gain over the
 # standing record. With other numbers, or with one limit for all, an author could add runs until a

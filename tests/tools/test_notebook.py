@@ -1,5 +1,5 @@
 """records/launch/: colab.ipynb (its form, its commands, a complete run with `tiny`) and the
-commands of 1xgpu.sh."""
+commands that record.sh runs."""
 
 import json
 import os
@@ -18,7 +18,6 @@ from conftest import ROOT
 import train_gpt as T
 
 PATH = ROOT / "records/launch/colab.ipynb"
-SCRIPT = ROOT / "records/launch/1xgpu.sh"
 BOOK = json.loads(PATH.read_text())
 CODE = {cell["id"]: "".join(cell["source"]) for cell in BOOK["cells"] if "outputs" in cell}
 # With plain kernels, all commands share their programs, and each is compiled once.
@@ -189,8 +188,9 @@ def test_from_top_to_bottom(clone, monkeypatch):
     assert "2 x cpu" in files["results/chip.txt"] and "jax" in files["results/packages.txt"]
 
 
-# Stores its command, and writes a finished run in place of the trainer.
+# Instead of the trainer: appends its arguments to a file, and writes a finished run.
 PYTHON = """#!/bin/bash
+if [ "$1" = -c ]; then echo "$DEVICES"; exit; fi
 echo "$*" >> calls
 run=$(sed -n 's/.*--out \\([^ ]*\\) --seed \\([0-9]*\\).*/\\1\\/x-s\\2-x/p' <<<"$*")
 if [ "$2" = --resume ]; then run=$3; fi
@@ -199,26 +199,39 @@ echo it fits
 """
 
 
-def test_the_script_for_one_gpu_starts_only_missing_runs(clone):
-    """In any shell, with valid commands. It resumes the newest run with a checkpoint, or starts a
-    new run. It deletes nothing."""
-    (clone / "records/launch/1xgpu.sh").write_bytes(SCRIPT.read_bytes())
+@pytest.fixture
+def machine_for_records(clone):
+    """Return a function that runs a launch script with environment variables in a clone."""
+    for path in (ROOT / "records/launch").glob("*.sh"):
+        shutil.copy(path, clone / "records/launch")
     python = clone / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    env = os.environ | {"PYTHON": str(python), "SETTINGS": "ngram_rows=22675456 steps=1250"}
-    env |= {"RUNS": "3", "RATE": "2.49", "BY": "A. Stranger"}
+    for name in ("README.md", "tokens.json"):
+        (clone / "records" / name).touch()
+
+    def run(*command, **variables):
+        env = os.environ | {"PYTHON": str(python)} | variables
+        return subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
+
+    return run
+
+
+def test_a_record_starts_only_missing_runs(clone, machine_for_records):
+    """In any shell, with valid commands. It resumes the newest run with a checkpoint, or starts a
+    new run. It deletes nothing."""
+    settings = {"SETTINGS": "ngram_rows=22675456 steps=1250"}
+    others = {"RUNS": "3", "RATE": "2.49", "BY": "A. Stranger", "DEVICES": "1 x NVIDIA H100"}
     logs = clone / "logs/First"
     stopped = logs / "x-s0-cut", logs / "x-s2-a/checkpoints/20", logs / "x-s2-b/checkpoints/3"
     for folder in (*stopped, logs / "x-s2-c/checkpoints/.20", logs / "x-s20-d/checkpoints/9"):
         folder.mkdir(parents=True)
     before = {*logs.rglob("*")}
     (clone / "records/1xgpu").mkdir()
-    for name in ("README.md", "tokens.json"):
-        (clone / "records" / name).touch()
     for shell, first in (("sh", True), ("bash", False)):
         words = [shell, "records/launch/1xgpu.sh"]
-        subprocess.run(words, cwd=clone, env=env, check=True, capture_output=True)
+        done = machine_for_records(*words, **settings, **others)
+        assert (done.returncode, done.stderr) == (0, "")
         shown, tokens, *runs, add, render, check = (clone / "calls").read_text().splitlines()
         (clone / "calls").unlink()
         *new, resumed = runs if first else [""]
@@ -228,14 +241,51 @@ def test_the_script_for_one_gpu_starts_only_missing_runs(clone):
         assert (render, check) == ("records/leaderboard.py render", "records/leaderboard.py check")
         for command in (shown, *(f"{run} --show" for run in new)):
             assert T.main(shlex.split(command)[1:]) == 0
-        done = "logs/First/x-s0-x logs/First/x-s1-x logs/First/x-s2-b"
-        assert f"add {done} --track 1xgpu --name First " in add
+        runs = "logs/First/x-s0-x logs/First/x-s1-x logs/First/x-s2-b"
+        assert f"add {runs} --track 1xgpu --name First " in add
         assert add.split(" --what ")[0].endswith("--by A. Stranger --pin --rate 2.49")
     assert before < {*logs.rglob("*")}
-    env["SETTINGS"] = "ngram_rows=32768"  # a record needs runs of one recipe
-    other = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
-    assert other.returncode == 2 and "ngram_rows=22675456 steps=1250: take another" in other.stderr
+    other = machine_for_records(*words, **others, SETTINGS="ngram_rows=32768")
+    assert other.returncode == 2 and "ngram_rows=22675456 steps=1250): change REC" in other.stderr
     with tarfile.open(clone / "results.tar.gz") as archive:
         names = {*archive.getnames()}
     assert "records/1xgpu" in names and "logs/First/x-s2-b/run.json" in names
     assert "logs/First/x-s2-b/checkpoints" not in names  # they can have 70 GB
+    (clone / "records/1xgpu/2026-01-01_First").mkdir()
+    (clone / "records/1xgpu/2026-01-01_First/record.json").touch()
+    (clone / "calls").unlink(missing_ok=True)
+    assert machine_for_records(*words, **settings, **others).returncode == 0
+    assert " add " not in (clone / "calls").read_text()  # the record is already there
+
+
+@pytest.mark.parametrize("words, devices", [
+    (["v6e-8.sh"], "8 x TPU v6 lite"),
+    (["8xh100.sh"], "8 x NVIDIA H100 80GB HBM3"),
+    (["record.sh", "v6e-1"], "1 x TPU v6 lite"),
+    (["record.sh", "cpu"], "1 x cpu"),
+])  # fmt: skip
+def test_a_record_has_the_devices_of_its_track(clone, machine_for_records, words, devices):
+    """Other devices are refused before anything is downloaded."""
+    track = words[-1].removesuffix(".sh")
+    (clone / f"records/{track}").mkdir()
+    command = ["bash", f"records/launch/{words[0]}", *words[1:]]
+    if track != "cpu":  # JAX_PLATFORMS=cpu ensures it
+        refused = machine_for_records(*command, DEVICES="4 x NVIDIA L4")
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert f"error: the track {track} needs " in refused.stderr
+        assert not (clone / "calls").exists()
+    done = machine_for_records(*command, DEVICES=devices)
+    assert (done.returncode, done.stderr) == (0, "")
+    calls = (clone / "calls").read_text()
+    assert f"--track {track} --name First --by me --pin --what" in calls
+    tiny = track == "cpu"
+    assert ("cached_fineweb10B" in calls) != tiny and calls.count(" --seed ") == 4
+    preset = "tiny --set target=3.95 " if tiny else "speedrun --set "
+    assert calls.startswith(f"train_gpt.py {preset}checkpoint_end=never --show\n")
+
+
+def test_an_unknown_track_is_refused_in_one_line(machine_for_records):
+    for words in ([], ["tpu"]):
+        refused = machine_for_records("sh", "records/launch/record.sh", *words)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert refused.stderr.startswith("error: unknown track '")
