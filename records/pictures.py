@@ -1,4 +1,4 @@
-"""Draw the pictures in README.md or, with `curves RUN...`, the losses of runs."""
+"""Draw the pictures of the documentation or, with `curves RUN...`, the losses of runs."""
 
 import contextlib
 import itertools
@@ -145,7 +145,7 @@ def draw_model(cfg) -> str:
         picture.text(x, 26, i, GREY)
         if layer.attends:
             picture.line(BLUE, (x, 250), (x, 232))
-            flags = [what for what in ("narrow", "xsa", "gated") if getattr(layer, what)]
+            flags = [what for what in ("paired", "narrow", "xsa", "gated") if getattr(layer, what)]
             picture.box(edge(i) + 5, 176, column - 10, 56, BLUE, layer.attends, *flags)
         for j in range(layer.mlps):
             picture.line(GREEN, (x, 250), (x, 268))
@@ -159,7 +159,7 @@ def draw_model(cfg) -> str:
 def draw_ideas(worth: dict[str, tuple]) -> str:
     """Return a picture of the worth of ideas: mean differences (bars), standard errors (lines)."""
     picture = Picture()
-    titles = "tiny loses without it", "plain gains by it alone"
+    titles = "tiny: loss increase without it", "plain: loss decrease with it"
     for column, (words, zero) in enumerate(zip(titles, (330, 680), strict=True)):
         bars = {idea: apart[column] for idea, apart in worth.items()}
         longest = max((sum(x) for x in bars.values() if np.isfinite(x[0])), default=1.0)
