@@ -21,7 +21,7 @@ import train_gpt as T
 
 LEAST_NGRAMS = 13 * 2**15  # rows; a guess: a smaller n-gram table is not worth its memory
 
-# Training times of `speedrun` without settings (README.md):
+# Training times of `speedrun` without settings (records/HARDWARE.md):
 TIMES = {
     "8 x TPU v6 lite": "67 s, predicted",
     "8 x NVIDIA H100": "57 s, calculated from parts measured on one GPU",
@@ -207,7 +207,7 @@ def command_that_fits(preset: str, settings: list[str], gib: float | None = None
     command = T.command_for(T.__file__, preset)
     if chosen := [*settings, *found]:
         command += f" --set {' '.join(chosen)}"
-    time = "README.md has predicted times"
+    time = "records/HARDWARE.md has predicted times"
     if command == T.command_for(T.__file__, "speedrun"):
         known = [seconds for kind, seconds in TIMES.items() if here.startswith(kind)]
         time = known[0] if known else time

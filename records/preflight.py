@@ -93,7 +93,7 @@ HIGH = Yardstick(1.6, 1.8, 1.15, 1.28, 1.55)
 # document), with other matmuls, and with memory.
 ON_GPU = Yardstick(kernel=1 / 0.5, rows=0.0, code=1 / 0.85, memory=1 / 0.7, link=0.0)
 # A GPU's band is the middle divided and multiplied by a factor. Programs were within 1.25 on the
-# GPUs that were timed; 1.5 for other GPUs is a guess. The README uses the first factor for times
+# GPUs that were timed; 1.5 for other GPUs is a guess. HARDWARE.md uses the first factor for times
 # that it calculates from measured parts (records/NOTES.md, "Eight H100s").
 GPU_BANDS = {"measured": 1.25, "data sheet": 1.5}
 GPUS_TIMED = "NVIDIA H200", "NVIDIA H100 80GB HBM3"

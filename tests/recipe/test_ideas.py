@@ -235,9 +235,9 @@ def test_without_the_lines_of_ideas_a_complete_gpt_remains(tmp_path):
     assert len(found[0]) == 5 and found[0] == found[1]
 
 
-def test_every_row_of_the_readme_names_the_setting_that_disables_its_idea():
+def test_every_row_of_the_table_names_the_setting_that_disables_its_idea():
     """By a name of IDEAS, or by other valid settings. Every idea has a row."""
-    rows = re.search(r"\| idea \|.*?\n\n", (ROOT / "README.md").read_text(), re.S)[0].strip()
+    rows = re.search(r"\| idea \|.*?\n\n", (ROOT / "records/IDEAS.md").read_text(), re.S)[0].strip()
     offs = [row.split("|")[-2].strip().strip("`") for row in rows.splitlines()[2:]]
     named = [off.removeprefix("without=").split(",") for off in offs if off.startswith("without=")]
     assert {*itertools.chain(*named)} == {*T.IDEAS}

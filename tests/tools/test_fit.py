@@ -12,7 +12,7 @@ import train_gpt as T
 
 RECORD = T.Config()
 GIB = 2**30
-README = (ROOT / "README.md").read_text()
+HARDWARE = (ROOT / "records/HARDWARE.md").read_text()
 
 
 def settings_on(kind: str, devices: int = 1, cfg=RECORD, **options) -> list[str] | None:
@@ -116,11 +116,11 @@ def test_settings_are_added_to_disabled_ideas():
     assert found[0] == "without=ngrams" and T.override(cfg, found).without == "xsa,ngrams"
 
 
-GPU_ROWS = re.findall(r"^\| one (.*) \| `(.*)` \| ([\d.]+) of ([\d.]+) \|", README, re.M)
+GPU_ROWS = re.findall(r"^\| one (.*) \| `(.*)` \| ([\d.]+) of ([\d.]+) \|", HARDWARE, re.M)
 
 
 @pytest.mark.parametrize("name, settings, size, gib", GPU_ROWS)
-def test_settings_in_the_readme_are_those_that_fit(name, settings, size, gib):
+def test_settings_in_the_table_are_those_that_fit(name, settings, size, gib):
     capability = "7.5" if "T4" in name else "8.0"
     assert settings_on(f"GPU:{gib}", capability=capability) == settings.split()
     mesh = FakeMesh(fake_devices("GPU", capability=capability))
@@ -135,9 +135,9 @@ def test_settings_in_the_readme_are_those_that_fit(name, settings, size, gib):
 @pytest.mark.parametrize("kind, row", [
     ("8 x TPU v6 lite", "TPU v6e-8"), ("8 x NVIDIA H100", "8xH100"), ("1 x NVIDIA H200", "one H200")
 ])  # fmt: skip
-def test_training_times_are_those_of_the_readme(kind, row):
+def test_training_times_are_those_of_the_table(kind, row):
     number, unit, how = re.match(r"(\d+) (\w+), (\w+)", fit.TIMES[kind]).groups()
-    line = re.search(rf"^\| {row} \| \|.*$", README, re.M)[0]
+    line = re.search(rf"^\| {row} \| \|.*$", HARDWARE, re.M)[0]
     assert how in line and re.search(rf" {number}(\.\d)? {unit} ", line)
     assert len(fit.TIMES) == 3
 
@@ -161,7 +161,7 @@ def test_the_command_for_this_machine(machine, command):
     status, out, _ = command("speedrun", "--set", "devices=4")
     first, second, _ = out.split("\n")
     assert status == 0 and re.fullmatch(rf"{start} --set devices=4 ngram_rows=\d+", first)
-    assert second.startswith("(4 x TPU v6 lite with 31.2 GiB: README.md")
+    assert second.startswith("(4 x TPU v6 lite with 31.2 GiB: records/HARDWARE.md")
 
 
 def test_a_machine_without_enough_memory_is_refused(machine, command):
@@ -183,7 +183,7 @@ def test_memory_of_a_gpu_that_is_not_here_can_be_given(command):
     status, out, err = command()
     assert status == 2 and "no accelerator here: name a GPU by --gib N" in err
     status, out, err = command("--gib", "59.4")
-    row = re.search(r"^\| one A100, 80 GB \| `(.*?)`", README, re.M)[1]
+    row = re.search(r"^\| one A100, 80 GB \| `(.*?)`", HARDWARE, re.M)[1]
     assert (status, err) == (0, "")
     assert f" speedrun --set {row}\n(1 x NVIDIA GPU with 59.4 GiB: " in out
     assert "does not fit" in command("--gib", "3")[2]
@@ -197,7 +197,7 @@ def test_settings_of_the_command_line_are_kept_and_checked(command):
 
 @pytest.mark.parametrize("kind, devices, form", [
     ("L4:4", 1, "^speedrun does not fit 1 x L4 with 4.0 GiB: use more devices, or tiny"),
-    ("NVIDIA H100:59.3", 1, r"10B.py 9 && .* speedrun --set ngram_rows=\d+ \(.*: README.md has"),
+    ("NVIDIA H100:59.3", 1, r"10B.py 9 && .* --set ngram_rows=\d+ \(.*: records/HARDWARE.md has"),
     ("NVIDIA H200:104.8", 1, r"10B.py 9 && .* speedrun \(.*: 6 minutes, calculated from"),
     ("NVIDIA H100:59.3", 8, r"10B.py 9 && .* speedrun \(.*: 57 s, calculated from"),
 ])  # fmt: skip

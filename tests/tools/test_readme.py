@@ -1,4 +1,4 @@
-"""Names, links, commands, settings, figures and pictures in the README."""
+"""Names, links, commands, settings, figures and pictures in the README and its reference pages."""
 
 import json
 import re
@@ -20,34 +20,52 @@ from conftest import ROOT
 
 import train_gpt as T
 
-README = (ROOT / "README.md").read_text()
+README, DATA, HARDWARE, IDEAS = (
+    (ROOT / name).read_text()
+    for name in ("README.md", "data/README.md", "records/HARDWARE.md", "records/IDEAS.md")
+)
+ALL_PAGES = "\n".join((README, DATA, HARDWARE, IDEAS))
 
 
-def section(title: str) -> str:
-    """The text below a heading, up to the next one."""
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+def section(page: str, title: str) -> str:
+    """Return the text below a heading of a page, up to the next heading."""
+    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def rows(title: str) -> list[list[str]]:
-    """The cells of the table of a section, without its head."""
-    lines = re.findall(r"^\| (.*)\|$", section(title), re.M)
+def rows(page: str, title: str) -> list[list[str]]:
+    """Return the cells of the table in a section, without its header."""
+    lines = re.findall(r"^\| (.*)\|$", section(page, title), re.M)
     return [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
 
 
-def test_quick_start_is_two_commands():
-    commands = re.findall(r"^    (.+)$", section("Quick start"), re.M)
+def test_quick_start_installs_runs_and_tests_with_one_command_each():
+    clone, *commands = re.findall(r"^    (.+)$", section(README, "Quick start"), re.M)[1:]
     install = "pip install -r requirements.txt && python "
+    assert clone.startswith("git clone $REPO ")
     assert commands == [install + "train_gpt.py", install + "-m pytest"]
+    assert README.count("OWNER/REPOSITORY") == README.count("OWNER") == 1
 
 
-def test_files_that_it_names_exist():
-    named = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    named += re.findall(r"(?:data|records|tests)/[\w/]*\w\.\w+", README)
-    assert len(named) > 10 and [path for path in named if not (ROOT / path).exists()] == []
+def test_the_pages_are_short():
+    for page, most in ((README, 180), (DATA, 160), (HARDWARE, 160), (IDEAS, 160)):
+        assert page.count("\n") <= most
+    assert len(README.split()) <= 1800
+    assert len(rows(README, "Results")) <= 6
 
 
-PAGES = "README.md", "records/README.md", "records/NOTES.md", ".github/CONTRIBUTING.md"
-PAGES += ("records/measured/README.md",)
+def test_files_that_the_pages_name_exist():
+    named = re.findall(r"(?<![\w./])(?:data|records|tests)/[\w/-]*\w\.\w+", ALL_PAGES)
+    assert len(named) > 30 and [path for path in named if not (ROOT / path).exists()] == []
+
+
+PAGES = (
+    "README.md",
+    "data/README.md",
+    "records/HARDWARE.md",
+    "records/IDEAS.md",
+    "records/README.md",
+)
+PAGES += "records/NOTES.md", "records/measured/README.md", ".github/CONTRIBUTING.md"
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -65,26 +83,33 @@ def test_links_of_a_page_exist(path):
     assert len(links) > 2
 
 
-def test_names_of_train_gpt_in_the_readme_exist():
-    ideas = rows("The recipe")
+def test_names_of_train_gpt_in_the_pages_exist():
+    ideas = rows(IDEAS, "Ideas of the record")
     assert len(ideas) == 36 and all(re.fullmatch(r"(PR )?[\d, ]+", row[2]) for row in ideas)
     names = re.findall(r"`([\w.]+)`", " ".join(row[1] for row in ideas))
-    for name in names + re.findall(r"`(\w+)`", section("How to read the file")):
+    for name in names + re.findall(r"`(\w+)`", section(README, "How to read the file")):
         first, _, field = name.partition(".")
         assert hasattr(T, first) or first in T.PRESETS, name
         assert not field or field in getattr(T, first).__annotations__, name
 
 
-def test_settings_that_it_names_are_valid(capsys):
-    groups = re.findall(r"--set ((?:[\w.]+=[^\s`)]+\s?)+)", README)
+def test_settings_in_the_pages_are_valid(capsys):
+    groups = re.findall(r"--set ((?:[\w.]+=[^\s`)]+\s?)+)", ALL_PAGES)
+    groups += re.findall(r"SETTINGS='([^']+)'", README)
     every = dict.fromkeys(" ".join(groups).split())
     settings = [x for x in every if not x.endswith(("=N", "=VALUE"))]
-    assert len(settings) == 9 and T.main(["speedrun", "--show", "--set", *settings]) == 0
+    for_ids = {"encoding=ids", "vocab=1024", "real_tokens=1000", "bos=999"}
+    assert for_ids <= {*settings} and len(settings) > 15
+    for setting in settings:  # one by one, because some exclude others
+        if setting not in for_ids:
+            preset = "tiny" if setting.startswith(("width=", "vocab=")) else "speedrun"
+            assert T.main([preset, "--show", "--set", setting]) == 0, setting
+    assert T.main(["tiny", "--show", "--set", *for_ids]) == 0
 
 
 def test_settings_for_machines_are_valid_and_used_in_launch_files(capsys):
     form = r"^\| ([^|(]+?) (?:\(.*\) )?\| `((?:\w+=[\w,]+ ?)+)` \|"
-    machines = re.findall(form, README, re.M)
+    machines = re.findall(form, HARDWARE, re.M)
     files = {"TPU v6e-1": ("colab.ipynb", "v6e-1.yaml"), "TPU v5e-8": ("colab.ipynb",)}
     files["one H100"] = ("1xgpu.yaml",)
     assert {*files} <= {machine for machine, _ in machines} and len(machines) > 9
@@ -93,23 +118,39 @@ def test_settings_for_machines_are_valid_and_used_in_launch_files(capsys):
         for name in files.get(machine, ()):
             number = re.search(r"ngram_rows=(\d+)", settings)[1]
             assert re.search(rf"\b{number}\b", (ROOT / "records/launch" / name).read_text())
+    assert f"SETTINGS='{dict(machines)['one H100']} " in README
 
 
-def test_options_in_the_readme_exist(monkeypatch, capsys):
-    """All options of the trainer are there. Options of a tool may be missing."""
-    commands = [row[0].replace("`", "") for row in rows("The command line")]
-    tools = [command.split() for command in commands if ".py" in command]
-    options = " ".join(command for command in commands if ".py" not in command)
+COMMAND = re.compile(r"python ((?:data/|records/)?\w+\.py)((?:[^`\n\\#]|\\\n)*)")
+SUBCOMMANDS = "curves", "check", "add", "render", "compare"
+
+
+def test_options_in_the_pages_exist(monkeypatch, capsys):
+    """They are in the tool's --help. The pages name all options of the trainer."""
+    named = {}
+    for path, words in COMMAND.findall(ALL_PAGES):
+        first = words.split()[:1]
+        key = path, *(first if first and first[0] in SUBCOMMANDS else ())
+        named.setdefault(key, set()).update(re.findall("--[a-z-]+", words))
+    assert {"train_gpt.py", "records/bench.py", "records/sample.py"} <= {key[0] for key in named}
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # commands set handlers
-    for path, *arguments in [["train_gpt.py", options], *tools]:
-        monkeypatch.setattr(sys, "argv", [path, "--help"])
+    for (path, *subcommand), options in named.items():
+        monkeypatch.setattr(sys, "argv", [path, *subcommand, "--help"])
         monkeypatch.syspath_prepend(str((ROOT / path).parent))  # like Python for a script
         with pytest.raises(SystemExit, match="^(0|None)$"):
             runpy.run_path(str(ROOT / path), run_name="__main__")
-        help_text = capsys.readouterr().out
-        named, known = (set(re.findall("--[a-z-]+", x)) for x in (" ".join(arguments), help_text))
-        known -= {"--help", "--version"}
-        assert named == known if path == "train_gpt.py" else named <= known, path
+        known = {*re.findall("--[a-z-]+", capsys.readouterr().out)}
+        assert options <= known, path
+        if path == "train_gpt.py":
+            assert known - {"--help", "--version"} <= {*re.findall("--[a-z-]+", ALL_PAGES)}
+
+
+def test_every_option_of_the_trainer_has_a_help_text(capsys):
+    with pytest.raises(SystemExit):
+        T.main(["--help"])
+    listed = capsys.readouterr().out.split("\noptions:\n")[1]
+    for option in re.split(r"\n  (?=-)", "\n" + listed)[1:]:
+        assert re.search(r"(\n {20,}|   )\w", option), option
 
 
 @pytest.mark.parametrize("name", ["v6e-8", "v6e-8-pointer"])
@@ -118,8 +159,12 @@ def test_predicted_seconds_equal_the_stored_prediction(name):
     stored = json.loads(path.read_text())["predicted"]
     parts = [stored[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
     band = stored["low_seconds"], stored["high_seconds"]
-    shown = "{3:.0f} s ({4:.0f} to {5:.0f}): {0:.1f} s of computing, {1:.1f} s of links, {2:.1f} s"
-    assert shown.format(*parts, sum(parts), *band) in README
+    total = "{:.0f} s ({:.0f} to {:.0f})".format(sum(parts), *band)
+    shown = "{}: {:.1f} s compute, {:.1f} s communication, {:.1f} s copies"
+    assert shown.format(total, *parts) in HARDWARE
+    if name == "v6e-8":
+        assert f"| TPU v6e-8 | `speedrun` | predicted from compiled programs: {total} |" in README
+        assert f"{sum(parts):.0f} s on a v6e-8" in README  # in the status
 
 
 @pytest.mark.parametrize("name", ["run", "model"])
@@ -196,7 +241,7 @@ def test_measured_times_in_the_notes_equal_the_files():
 
 
 def minutes_or_seconds(middle: float, low: float, high: float, unit: str) -> str:
-    """Return an estimate with its band, in the form of the README."""
+    """Return an estimate with its band, as the pages show it."""
     digits = 1 if unit == "minutes" else 0
     return f"{middle:.{digits}f} {unit} ({low:.{digits}f} to {high:.{digits}f})"
 
@@ -223,8 +268,10 @@ def test_times_calculated_from_measured_parts_follow_from_the_files():
     for machine, slower in (("one H200", 1.0), ("one H100", ratio)):
         middle = (8 * gradients + updates) * slower / 60
         shown = minutes_or_seconds(middle, middle / band, middle * band, "minutes")
-        row = re.search(rf"^\| {machine} \|.*$", section("Predicted"), re.M)[0]
+        row = re.search(rf"^\| {machine} \|.*$", section(HARDWARE, "Predicted"), re.M)[0]
         assert shown in row, shown
+        if machine == "one H200":
+            assert f"calculated from measured parts: {shown} |" in section(README, "Results")
 
     fewest = updates / 8
     most = seconds["other"] / 8 + seconds["tables"]
@@ -234,7 +281,9 @@ def test_times_calculated_from_measured_parts_follow_from_the_files():
     middle = computing + (in_the_open + links) / 2
     low = computing / band + in_the_open
     shown = minutes_or_seconds(middle, low, computing * band + 2 * links, "s")
-    assert shown in re.search(r"^\| 8xH100 \|.*$", section("Predicted"), re.M)[0], shown
+    assert shown in re.search(r"^\| 8xH100 \|.*$", section(HARDWARE, "Predicted"), re.M)[0], shown
+    assert f": {shown} |" in section(README, "Results")
+    assert f"{middle:.0f} s on 8xH100" in README  # in the status
     assert shown in notes
 
 
