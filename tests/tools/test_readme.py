@@ -102,9 +102,16 @@ def test_settings_in_the_pages_are_valid(capsys):
     assert for_ids <= {*settings} and len(settings) > 15
     for setting in settings:  # one by one, because some exclude others
         if setting not in for_ids:
-            preset = "tiny" if setting.startswith(("width=", "vocab=")) else "speedrun"
-            assert T.main([preset, "--show", "--set", setting]) == 0, setting
+            show = ["--show", "--set", setting]
+            assert any(T.main([preset, *show]) == 0 for preset in ("speedrun", "tiny")), setting
     assert T.main(["tiny", "--show", "--set", *for_ids]) == 0
+
+
+def test_commands_with_settings_are_valid(capsys):
+    commands = re.findall(r"python train_gpt.py (\w+) --set ([^`\n#]+)", ALL_PAGES)
+    assert len(commands) > 2
+    for preset, settings in commands:
+        assert T.main([preset, "--show", "--set", *settings.split()]) == 0
 
 
 def test_settings_for_machines_are_valid_and_used_in_launch_files(capsys):
