@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Print settings with which a run fits into the memory of a device.
+"""Print settings that make a run fit into device memory.
 
     python records/fit.py [PRESET] [--set KEY=VALUE ...] [--gib N]
 
-The devices are those of this machine, or with --gib an NVIDIA GPU on which jax may use N GiB (by
-default jax takes 75 % of a GPU's memory). The estimate of temporary arrays was fitted to figures of
+The command uses the devices of this machine, or with --gib an NVIDIA GPU with N GiB for JAX (by
+default JAX takes 75 % of a GPU's memory). The estimate of temporary arrays was fitted to figures of
 the compilers for TPUs and GPUs; it is slightly above them for `speedrun` (records/NOTES.md).
 train_gpt.py uses these functions before it compiles, and for the settings in its errors.
 """
@@ -41,7 +41,7 @@ class Fitted(NamedTuple):
     kept_in_validation: float
     scores: float  # copies of the attention scores of attend_band
     rows_added: float  # copies of n-gram gradients in an update: joined, sorted, in float32
-    apart: float  # 1 if chunks of logits, and gradients, have memory of their own; otherwise 0
+    apart: float  # 1 if logit chunks and gradients are in separate memory; otherwise 0
     whole_logits: float  # memory for all logits in addition to activations, relative to their size
 
 
@@ -133,8 +133,8 @@ def tables_bytes(cfg: T.Config, mesh: T.Mesh, update: T.Update, device) -> float
 
 
 def settings_that_fit(cfg: T.Config, mesh: T.Mesh, limit: float, device=None) -> list[str] | None:
-    """Return settings for --set so that a run fits into `limit` bytes per device; None if there are
-    none.
+    """Return settings for --set so that a run fits into `limit` bytes per device; None if nothing
+    fits.
 
     They are the first of ways_to_fit that suffice, with the largest n-gram table that then fits."""
     no_table = "without=ngrams", "without=ngrams,values"
