@@ -149,7 +149,7 @@ def test_rows_of_a_table_are_updated_in_parts():
     assert np.any(whole[0] != table) and np.all(whole[1] != square)
     power = sum(float(jnp.sum(grads**2)) for _, grads in waiting)
     assert 0 < float(whole[2]) != power  # the norm of the sum
-    for rows_at_once in (1, 5, 16, 95):
+    for rows_at_once in (5, 16, 95):
         got = after(rows_at_once)
         np.testing.assert_array_equal(got[0], whole[0])
         np.testing.assert_array_equal(got[1], whole[1])
