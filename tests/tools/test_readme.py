@@ -237,9 +237,9 @@ def test_measured_times_in_the_notes_equal_the_files():
     parts = [0.0, 0.0]
     for row in found["programs"]:
         parts["grads" not in row["name"]] += row["steps"] * row["ms"] / 1e3
-    assert f"sum up to {seconds:.1f}" in notes
+    assert f"add up to {seconds:.1f}" in notes
     total = 8 * parts[0] + parts[1]
-    assert f"{parts[0]:.1f} s, and the updates, {parts[1]:.1f} s, are {total:.0f} s" in notes
+    assert f"({parts[0]:.1f} s) plus the updates ({parts[1]:.1f} s) gives {total:.0f} s" in notes
     pieces = (MEASURED / "h100/pieces.txt").read_text()
     for name in ("grads0", "grads2"):
         assert f"{float(re.search(rf'^{name} +base +([0-9.]+)', pieces, re.M)[1]):.2f}" in notes
@@ -281,7 +281,7 @@ def test_times_calculated_from_measured_parts_follow_from_the_files():
     fewest = updates / 8
     most = seconds["other"] / 8 + seconds["tables"]
     computing = (gradients + (fewest + most) / 2) * ratio
-    in_notes = re.search(r"([\d.]+) of the ([\d.]+) s stay exposed", notes)
+    in_notes = re.search(r"([\d.]+) of the ([\d.]+) s stays exposed", notes)
     in_the_open, links = map(float, in_notes.groups())
     middle = computing + (in_the_open + links) / 2
     low = computing / band + in_the_open
