@@ -4421,7 +4421,7 @@ class RunLog:
         if not self.warned and waited >= max(self.cfg.steps / 4, 2 * self.cfg.val_every):
             self.warned = True
             lowest = "validation has not been below {val_loss:.4f} since step {step}".format(**best)
-            self.say(f"{lowest}: it may still fall in the cooldown; otherwise use fewer epochs or steps")
+            self.say(f"{lowest}: it may still fall in the cooldown, or fewer epochs may help")
         return waited == 0
 
     def stopped(self, step: int):

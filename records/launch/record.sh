@@ -48,11 +48,11 @@ if [ $kind = cpu ]; then
 fi
 PRESET=${PRESET:-speedrun}
 recipe="$PRESET ${settings[*]}"
-OUT=logs/$RECORD  # git ignores it
-mkdir -p "$OUT"
-[ -e "$OUT/settings" ] || echo "$recipe" >"$OUT/settings"
-trained=$(cat "$OUT/settings")
-[ "$trained" = "$recipe" ] || fail "the runs in $OUT have other settings ($trained): change RECORD"
+OUT=logs/$TRACK-$RECORD  # git ignores it
+if [ -e "$OUT/settings" ]; then
+  trained=$(cat "$OUT/settings")
+  [ "$trained" = "$recipe" ] || fail "the runs in $OUT have other settings ($trained): change RECORD"
+fi
 
 # make_environment: creates ~/env. uv downloads a Python if the machine only has versions that are
 # too old for JAX.
@@ -97,6 +97,8 @@ if [ "$PRESET" != tiny ]; then
   $PYTHON data/cached_fineweb10B.py 9
 fi
 
+mkdir -p "$OUT"
+echo "$recipe" >"$OUT/settings"
 for ((seed = 0; seed < RUNS; seed++)); do
   if grep -qs '"finished": true' "$OUT"/*-s"$seed"-*/run.json; then continue; fi
   say "training seed $seed, of 0 to $((RUNS - 1)); the first run compiles for some minutes"

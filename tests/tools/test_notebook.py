@@ -222,7 +222,7 @@ def test_a_record_starts_only_missing_runs(clone, machine_for_records):
     new run. It deletes nothing."""
     settings = {"SETTINGS": "ngram_rows=22675456 steps=1250"}
     others = {"RUNS": "3", "RATE": "2.49", "BY": "A. Stranger", "DEVICES": "1 x NVIDIA H100"}
-    logs = clone / "logs/First"
+    logs = clone / "logs/1xgpu-First"
     stopped = logs / "x-s0-cut", logs / "x-s2-a/checkpoints/20", logs / "x-s2-b/checkpoints/3"
     for folder in (*stopped, logs / "x-s2-c/checkpoints/.20", logs / "x-s20-d/checkpoints/9"):
         folder.mkdir(parents=True)
@@ -236,12 +236,12 @@ def test_a_record_starts_only_missing_runs(clone, machine_for_records):
         (clone / "calls").unlink()
         *new, resumed = runs if first else [""]
         assert [run.split(" --set ")[0].split()[-1] for run in new] == ["0", "1"] * first
-        assert resumed == "train_gpt.py --resume logs/First/x-s2-b" * first
+        assert resumed == "train_gpt.py --resume logs/1xgpu-First/x-s2-b" * first
         assert tokens == "data/cached_fineweb10B.py 9"
         assert (render, check) == ("records/leaderboard.py render", "records/leaderboard.py check")
         for command in (shown, *(f"{run} --show" for run in new)):
             assert T.main(shlex.split(command)[1:]) == 0
-        runs = "logs/First/x-s0-x logs/First/x-s1-x logs/First/x-s2-b"
+        runs = "logs/1xgpu-First/x-s0-x logs/1xgpu-First/x-s1-x logs/1xgpu-First/x-s2-b"
         assert f"add {runs} --track 1xgpu --name First " in add
         assert add.split(" --what ")[0].endswith("--by A. Stranger --pin --rate 2.49")
     assert before < {*logs.rglob("*")}
@@ -249,8 +249,8 @@ def test_a_record_starts_only_missing_runs(clone, machine_for_records):
     assert other.returncode == 2 and "ngram_rows=22675456 steps=1250): change REC" in other.stderr
     with tarfile.open(clone / "results.tar.gz") as archive:
         names = {*archive.getnames()}
-    assert "records/1xgpu" in names and "logs/First/x-s2-b/run.json" in names
-    assert "logs/First/x-s2-b/checkpoints" not in names  # they can have 70 GB
+    assert "records/1xgpu" in names and "logs/1xgpu-First/x-s2-b/run.json" in names
+    assert "logs/1xgpu-First/x-s2-b/checkpoints" not in names  # they can have 70 GB
     (clone / "records/1xgpu/2026-01-01_First").mkdir()
     (clone / "records/1xgpu/2026-01-01_First/record.json").touch()
     (clone / "calls").unlink(missing_ok=True)
