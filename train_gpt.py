@@ -4854,7 +4854,9 @@ def with_settings(cfg: Config, items: list[str]) -> Config:
                 set_fields(fields, *setting.split("="))
             before = fields["without"].split(",")
             both = [name for name in dict.fromkeys([*before, *text.split(",")]) if name]
-            text = "all" if "all" in both else ",".join(both)
+            if "all" in both:
+                both = ["all", *(name for name in both if name in PLAIN_HAS)]
+            text = ",".join(both)
         try:
             set_fields(fields, key, text)
         except (LookupError, TypeError, ValueError):

@@ -261,3 +261,4 @@ def test_disabled_ideas_add_up():
     assert T.override(CFG, ["without=mudd", "without=xsa"]) == at_once
     assert T.override(T.override(CFG, ["without=mudd"]), ["without=xsa,mudd"]) == at_once
     assert T.override(T.PRESETS["plain"], ["without=mudd"]) == T.PRESETS["plain"]
+    assert T.override(T.PRESETS["plain"], ["without=muon"]).without == "all,muon"
