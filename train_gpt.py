@@ -4870,8 +4870,9 @@ def with_settings(cfg: Config, items: list[str]) -> Config:
 def leave_out(names: str) -> list[str]:
     """Return the settings for `without=names`."""
     chosen = [name for name in names.split(",") if name]
-    if names == "all":
-        chosen = [name for name in IDEAS if name not in PLAIN_HAS]
+    if "all" in chosen:
+        chosen.remove("all")
+        chosen += [name for name in IDEAS if name not in PLAIN_HAS]
     unknown = [name for name in chosen if name not in IDEAS]
     require(not unknown, f"without={names}: it must be all, or a list of {', '.join(IDEAS)}")
     return " ".join(IDEAS[name] for name in chosen).split()
