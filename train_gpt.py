@@ -4202,6 +4202,8 @@ def check_data(cfg: Config, facts: dict, saved: Saved):
 
 def check_sizes(cfg: Config, saved: Saved):
     """Run check_data on file sizes, before reading any tokens."""
+    missing = f"no folder {cfg.data}: pass --data TEXT with the same text to make its tokens again"
+    require(data_place(cfg.data).exists(), missing)
     sizes = {}
     for name, of_shard in saved.meta["data"].items():
         path = data_place(cfg.data) / name

@@ -686,3 +686,14 @@ def test_new_best_parameters_are_written_before_old_ones_are_deleted(tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         T.write_checkpoint(tmp_path / "best", iter(shards), {"step": 5})
     assert T.checkpoint_steps(tmp_path / "best") == [3, 5]
+
+
+def test_a_run_whose_tokens_were_deleted_names_the_text(copy, capsys):
+    def change(meta):
+        meta["config"]["data"] = str(copy.parent / "deleted.tokens/1")
+
+    rewrite_meta(copy / "checkpoints/4", change)
+    back_to(copy, 4)
+    assert T.main(["--resume", str(copy)]) == 2
+    line = capsys.readouterr().err
+    assert "no folder " in line and "pass --data TEXT with the same text" in line
