@@ -3760,8 +3760,7 @@ def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
     records/fit.py exists."""
     if estimate := records_tool("fit.py"):
         return estimate["expected_bytes"](cfg, mesh)
-    keys = [*keys_of_steps(cfg), "finish", "eval"]
-    return {str(key): held_bytes(cfg, mesh, key) for key in keys}
+    return {str(key): held_bytes(cfg, mesh, key) for key in keys_of_programs(cfg)}
 
 
 def memory_refusal(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, fix="") -> str:
@@ -5159,10 +5158,10 @@ def config_args(args) -> ConfigArgs:
         setting = as_setting(place) if "=" in place else ""
         require(not setting, f"{place} is not a text: for a setting write {setting}")
         missing = f"{place or repr(place)} does not exist"
-        known = f"unknown preset {place!r} (choose from {', '.join(PRESETS)})"
-        raise UserError(
-            missing if presets or place in data + args.val else f"{known}, and {missing}"
-        )
+        if not presets and place not in data + args.val:  # it may be a misspelled preset
+            known = f"unknown preset {place!r} (choose from {', '.join(PRESETS)})"
+            missing = f"{known}, and {missing}"
+        raise UserError(missing)
     asked = ConfigArgs("".join(presets), places, args.val, settings)
     require("preset" not in asked.keys, "--set preset= changes only a name: write the preset first")
     return asked
@@ -5654,6 +5653,11 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
 def keys_of_steps(cfg: Config) -> list[Gradients | Update]:
     """Return the keys of all training programs, in order of first use."""
     return list(dict.fromkeys(itertools.chain(*schedule(cfg).programs)))
+
+
+def keys_of_programs(cfg: Config) -> list[Gradients | Update | str]:
+    """Return the keys of all programs of a run: training steps, then "finish" and "eval"."""
+    return [*keys_of_steps(cfg), "finish", "eval"]
 
 
 def batch_shape(cfg: Config, key: Gradients | str) -> tuple:

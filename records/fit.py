@@ -55,7 +55,7 @@ def expected_bytes(cfg: T.Config, mesh: T.Mesh, device=None) -> dict[str, float]
     The kind of `device`, by default the mesh's, decides between kernels and between compilers."""
     device = device or mesh.devices.flat[0]
     sizes = {}
-    for key in [*T.keys_of_steps(cfg), "finish", "eval"]:
+    for key in T.keys_of_programs(cfg):
         size = T.held_bytes(cfg, mesh, key)
         if isinstance(key, T.Gradients) or key == "eval":
             size += T.device_bytes(T.abstract_batch(cfg, mesh, *T.batch_shape(cfg, key)))

@@ -58,7 +58,7 @@ LATER = {
     "gradient_bytes": {"abstract_copies"},
     "held_bytes": {"abstract_copies", "abstract_state", "keys_of_steps"},
     "resident_bytes": {"abstract_copies", "abstract_state"},
-    "expected_bytes": {"keys_of_steps"},
+    "expected_bytes": {"keys_of_programs"},
     "with_whole_loss": {"keys_of_steps"},
     "keeps_logits_narrow": {"PLAIN", "choose_kernels"},
     "load_state": {"abstract_state"},
